@@ -1,0 +1,71 @@
+"""The exceptions of dcpjax. Each names the rule that was broken and carries the values that broke it.
+
+DcpjaxError
+├── ConfigError (ValueError)        a setting is wrong: found at start, exit code 2
+│   ├── MeshError                   ranks, devices or head counts that do not fit together
+│   ├── UnsupportedCombination      two settings that are each fine and cannot be combined
+│   └── CheckpointError             model files that are missing, broken or not understood
+├── LayoutError (ValueError)        an argument of the layout algebra outside its domain
+├── RequestError (ValueError)       one request is wrong: HTTP 400, the others go on
+│   └── ContextLengthError          prompt or max_tokens beyond what the engine can hold
+├── AuditError                      a compiled step copies the KV pool or fails to update it in place
+└── EngineDeadError                 the engine stopped; nothing can be served any more
+"""
+
+from typing import Any
+
+
+class DcpjaxError(Exception):
+    """Base class. ``rule`` is the sentence that was broken, ``values`` what broke it."""
+
+    def __init__(self, rule: str, **values: Any) -> None:
+        self.rule = rule
+        self.values = values
+        shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        super().__init__(f"{rule} ({shown})" if shown else rule)
+
+
+class ConfigError(DcpjaxError, ValueError):
+    """A setting is wrong. Raised before anything is allocated."""
+
+
+class MeshError(ConfigError):
+    """Ranks, devices or head counts that do not fit together."""
+
+
+class UnsupportedCombination(ConfigError):
+    """Two settings that cannot be combined; both are named in the rule."""
+
+
+class CheckpointError(ConfigError):
+    """A model file is missing, broken or not understood."""
+
+
+class LayoutError(DcpjaxError, ValueError):
+    """An argument of the layout algebra is outside its domain."""
+
+
+class RequestError(DcpjaxError, ValueError):
+    """One request is wrong. ``param`` is the API field to blame, ``code`` a machine-readable reason."""
+
+    def __init__(
+        self, rule: str, *, param: str | None = None, code: str | None = None, **values: Any
+    ) -> None:
+        super().__init__(rule, **values)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(RequestError):
+    """A sequence would not fit into the context length or into the KV pool."""
+
+    def __init__(self, rule: str, *, param: str | None = None, **values: Any) -> None:
+        super().__init__(rule, param=param, code="context_length_exceeded", **values)
+
+
+class AuditError(DcpjaxError):
+    """A compiled step copies the KV pool or does not update it in place."""
+
+
+class EngineDeadError(DcpjaxError):
+    """The engine stopped; nothing can be served any more."""
