@@ -1,0 +1,110 @@
+"""A block of a step: ``rows`` segments of ``width`` tokens each, and where their tokens live.
+
+Static shape, traced content. Rows that are not used have no tokens; tokens past a segment's end are padding
+and go to the scratch page.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Integer
+
+from dcpjax.layout import window_rows, write_slots
+
+
+@dataclass(frozen=True)
+class TokenSharding:
+    """How the tokens of a sequence are spread over the pools of ``ranks`` ranks."""
+
+    ranks: int
+    interleave: int
+    page_size: int
+    scratch_page: int
+
+    def splits(self, width: int) -> bool:
+        """Whether any window of ``width`` tokens holds the same number of tokens of each rank."""
+        return self.ranks > 1 and width % (self.ranks * self.interleave) == 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """The segments of one block as one rank sees them.
+
+    ``own`` lists, per segment, the token offsets that this rank keeps: width / ranks of them where
+    the width splits evenly, else all (and then ownership is a matter of masks).
+    """
+
+    width: int
+    page_tables: Integer[Array, "B M"]
+    prior_lengths: Integer[Array, " B"]
+    num_tokens: Integer[Array, " B"]
+    own: Integer[Array, "B S"]
+    rank: Integer[Array, ""]
+    sharding: TokenSharding
+
+    @property
+    def rows(self) -> int:
+        return self.page_tables.shape[0]
+
+    @property
+    def positions(self) -> Integer[Array, " B*width"]:
+        """Global position of each token, segments one after the other."""
+        offsets = jnp.arange(self.width, dtype=self.prior_lengths.dtype)
+        return (self.prior_lengths[:, None] + offsets).reshape(-1)
+
+    @property
+    def own_positions(self) -> Integer[Array, "B S"]:
+        return self.prior_lengths[:, None] + self.own
+
+    def take_own(self, tokens: Array) -> Array:
+        """Of values per token [B · width, ...] those of ``own``: [B, S, ...]."""
+        by_segment = tokens.reshape(self.rows, self.width, *tokens.shape[1:])
+        if self.own.shape[1] == self.width:
+            return by_segment
+        index = self.own.reshape(*self.own.shape, *(1,) * (tokens.ndim - 1))
+        return jnp.take_along_axis(by_segment, index, axis=1, mode="promise_in_bounds")
+
+    def write_slots(self) -> tuple[Integer[Array, " B*S"], Integer[Array, " B*S"]]:
+        """Local page and offset of each ``own`` token; the scratch page for what is not kept."""
+        segments = jnp.repeat(jnp.arange(self.rows, dtype=jnp.int32), self.own.shape[1])
+        return write_slots(
+            self.page_tables,
+            self.own_positions.reshape(-1),
+            (self.own < self.num_tokens[:, None]).reshape(-1),
+            self.rank,
+            rows=segments,
+            ranks=self.sharding.ranks,
+            interleave=self.sharding.interleave,
+            page_size=self.sharding.page_size,
+            scratch_page=self.sharding.scratch_page,
+        )
+
+
+def window_offsets(
+    width: int, prior_lengths: Integer[Array, " B"], rank: Array | int, sharding: TokenSharding
+) -> Integer[Array, "B S"]:
+    """Per segment, the offsets of the tokens that ``rank`` owns; only where the width splits evenly."""
+    return jax.vmap(
+        lambda start: window_rows(
+            start, width, rank, ranks=sharding.ranks, interleave=sharding.interleave
+        )
+    )(prior_lengths)
+
+
+def make_block(
+    width: int,
+    page_tables: Integer[Array, "B M"],
+    prior_lengths: Integer[Array, " B"],
+    num_tokens: Integer[Array, " B"],
+    rank: Integer[Array, ""],
+    sharding: TokenSharding,
+) -> Block:
+    """A block seen by ``rank``."""
+    if sharding.splits(width):
+        own = window_offsets(width, prior_lengths, rank, sharding)
+    else:
+        offsets = jnp.arange(width, dtype=prior_lengths.dtype)
+        own = jnp.broadcast_to(offsets, (page_tables.shape[0], width))
+    return Block(width, page_tables, prior_lengths, num_tokens, own, rank, sharding)

@@ -1,0 +1,103 @@
+"""Attention with the queries of a head group gathered over the DCP ranks (decode, verification, prompts).
+
+Every DCP rank computes queries, keys and values of all tokens; the queries of its own heads only. Three
+collectives with ``ag_rs`` (queries, lse, outputs), two with ``a2a``; none without DCP.
+"""
+
+import jax
+from jax import Array, lax
+from jaxtyping import Float, Shaped
+
+from dcpjax.attention.block import Block
+from dcpjax.attention.merge import MERGES
+from dcpjax.attention.segment import segment_attention
+from dcpjax.cache.pool import write_tokens
+from dcpjax.mesh import DCP
+
+
+def decode_attention(
+    q: Float[Array, "T h D"],
+    k: Float[Array, "T k D"],
+    v: Float[Array, "T k Dv"],
+    pool: Shaped[Array, "pages L k P W"],
+    layer: int,
+    block: Block,
+    *,
+    scale: float,
+    comm_backend: str,
+    heads_gathered: bool = False,
+) -> tuple[Float[Array, "T hd Dv"], Shaped[Array, "pages L k P W"]]:
+    """Write the block's keys and values, attend, and give each DCP rank its share of the heads.
+
+    Args:
+        q: queries of this rank's heads, or of the whole group's with ``heads_gathered``.
+        k, v: keys and values of the group's KV heads, the same on all DCP ranks.
+
+    Returns:
+        the merged outputs of this rank's heads (float32), and the pool.
+    """
+    own_k, own_v = block.take_own(k), block.take_own(v)
+    pool = write_block(pool, layer, block, own_k, own_v)
+    if block.sharding.ranks > 1 and not heads_gathered:
+        q = lax.all_gather(q, DCP, axis=1, tiled=True)
+    out, lse = attend_block(q, own_k, own_v, pool, layer, block, scale=scale)
+    if block.sharding.ranks > 1:
+        out = MERGES[comm_backend](out, lse, DCP, scatter=1)
+    return out, pool
+
+
+def write_block(pool: Array, layer: int, block: Block, own_k: Array, own_v: Array) -> Array:
+    """The pool with the block's own keys and values [B, S, k, ·] of one layer."""
+    pages, offsets = block.write_slots()
+    flat = (pages.shape[0], *own_k.shape[2:])
+    return write_tokens(
+        pool, layer, pages, offsets, own_k.reshape(flat), own_v.reshape(*flat[:-1], own_v.shape[-1])
+    )
+
+
+def attend_block(
+    q: Float[Array, "T H D"],
+    own_k: Float[Array, "B S k D"],
+    own_v: Float[Array, "B S k Dv"],
+    pool: Array,
+    layer: int,
+    block: Block,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "T H Dv"], Float[Array, "T H"]]:
+    """Partial attention of all segments of a block to what this rank holds, one after the other.
+
+    One segment at a time costs nothing when lengths are equal up to a fifth, and saves more than half when they
+    differ or rows are unused (the trip count is each segment's own).
+    """
+
+    def attend(segment: tuple[Array, ...]) -> tuple[Array, Array]:
+        queries, keys, values, table, prior_length, positions = segment
+        return segment_attention(
+            queries,
+            pool,
+            table,
+            prior_length,
+            keys,
+            values,
+            positions,
+            block.rank,
+            ranks=block.sharding.ranks,
+            interleave=block.sharding.interleave,
+            scale=scale,
+            layer=layer,
+        )
+
+    segments = (
+        q.reshape(block.rows, block.width, *q.shape[1:]),
+        own_k,
+        own_v,
+        block.page_tables,
+        block.prior_lengths,
+        block.own_positions,
+    )
+    if block.rows == 1:
+        out, lse = attend(jax.tree.map(lambda x: x[0], segments))
+    else:
+        out, lse = lax.map(attend, segments)
+    return out.reshape(-1, *out.shape[-2:]), lse.reshape(-1, lse.shape[-1])

@@ -1,0 +1,134 @@
+"""Prompt attention with the tokens of a chunk split over the DCP ranks and the queries gathered.
+
+Each rank projects only the tokens that it owns, so the attention weights are whole on every DCP rank.
+Three collectives: all-gather of the queries, all-gather of lse, reduce-scatter of the outputs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Integer, Shaped
+
+from dcpjax.attention.block import Block, window_offsets
+from dcpjax.attention.decode import attend_block, write_block
+from dcpjax.attention.merge import MERGES, merge_scattered
+from dcpjax.attention.segment import segment_attention
+from dcpjax.layout import global_position, window_order
+from dcpjax.mesh import DCP
+
+
+def prefill_attention(
+    own_q: Float[Array, "B S H D"],
+    own_k: Float[Array, "B S k D"],
+    own_v: Float[Array, "B S k Dv"],
+    pool: Shaped[Array, "pages L k P W"],
+    layer: int,
+    block: Block,
+    *,
+    scale: float,
+    comm_backend: str,
+) -> tuple[Float[Array, "B S H Dv"], Shaped[Array, "pages L k P W"]]:
+    """Write the own keys and values, attend with all queries, and return the own tokens' outputs.
+
+    The chunk may start anywhere: which of its tokens a rank owns follows from their positions.
+    """
+    pool = write_block(pool, layer, block, own_k, own_v)
+    q = gather_tokens(own_q, block)
+    out, lse = attend_block(
+        q.reshape(-1, *q.shape[2:]), own_k, own_v, pool, layer, block, scale=scale
+    )
+    out, lse = (x.reshape(block.rows, block.width, *x.shape[1:]) for x in (out, lse))
+    order = _rank_major_order(block)
+    out, lse = _take(out, order), _take(lse, order)
+    return MERGES[comm_backend](out, lse, DCP, scatter=1), pool
+
+
+def gather_tokens(own: Float[Array, "B S ..."], block: Block) -> Float[Array, "B width ..."]:
+    """All tokens of the block, in position order, from each rank's own ones."""
+    by_rank = lax.all_gather(own, DCP, axis=1, tiled=True)
+    sharding = block.sharding
+    order = jax.vmap(
+        lambda start: window_order(
+            start, block.width, ranks=sharding.ranks, interleave=sharding.interleave
+        )
+    )(block.prior_lengths)
+    return _take(by_rank, order)
+
+
+def _rank_major_order(block: Block) -> Integer[Array, "B width"]:
+    """Token offsets of rank 0, then those of rank 1, …: how a reduce-scatter deals them out."""
+    rows = [
+        window_offsets(block.width, block.prior_lengths, rank, block.sharding)
+        for rank in range(block.sharding.ranks)
+    ]
+    return jnp.concatenate(rows, axis=1)
+
+
+def _take(values: Array, order: Array) -> Array:
+    """values[b, order[b, j]] for every segment b."""
+    index = order.reshape(*order.shape, *(1,) * (values.ndim - 2))
+    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
+
+
+def segmented_attention_cp(
+    q: Float[Array, "H S D"],
+    k_local: Float[Array, "K s D"],
+    v_local: Float[Array, "K s Dv"],
+    k_cache: Float[Array, "pages K P D"],
+    v_cache: Float[Array, "pages K P Dv"],
+    block_tables: Integer[Array, "1 M"],
+    prior_tokens: Integer[Array, "1 1"],
+    block_size: int,
+    cp_rank: Any,
+    cp_world_size: int,
+    cp_kv_cache_interleave_size: int,
+    cp_group: str | None,
+    scale: float,
+    tp_q: bool = False,
+    tp_out: bool = False,
+) -> Array:
+    """AWS Neuron's call of the same name, heads first, on top of :func:`segment_attention`.
+
+    Needs alignment: the prior and the chunk are multiples of world size · interleave, so local counts
+    determine global ones. Inside ``shard_map`` over the mesh axis ``cp_group`` (None without ranks).
+
+    Args:
+        q: all queries of the chunk in position order; [H, D, S] with ``tp_q``.
+        k_local, v_local: this rank's own tokens of the chunk.
+        k_cache, v_cache: this rank's pages; ``block_tables`` names those of the sequence.
+        prior_tokens: number of prior tokens that this rank holds.
+        tp_out: return [H, Dv, S / world size].
+
+    Returns:
+        this rank's slice of the merged outputs in position order [H, S / world size, Dv].
+    """
+    ranks, interleave = cp_world_size, cp_kv_cache_interleave_size
+    queries = (q.swapaxes(1, 2) if tp_q else q).swapaxes(0, 1)
+    keys, values = k_local.swapaxes(0, 1), v_local.swapaxes(0, 1)
+    if k_cache.shape[2] != block_size or keys.shape[0] * ranks != queries.shape[0]:
+        raise ValueError(
+            "pages hold block_size tokens and the chunk is cp_world_size times the local tokens: "
+            f"{k_cache.shape=}, {block_size=}, {keys.shape[0]=}, {cp_world_size=}, {queries.shape[0]=}"
+        )
+    prior = prior_tokens.reshape(()) * ranks
+    rank = jnp.asarray(cp_rank, prior.dtype).reshape(())
+    offsets = jnp.arange(keys.shape[0], dtype=prior.dtype)
+    out, lse = segment_attention(
+        queries,
+        jnp.concatenate([k_cache, v_cache], axis=-1),
+        block_tables[0],
+        prior,
+        keys,
+        values,
+        prior + global_position(offsets, rank, ranks=ranks, interleave=interleave),
+        rank,
+        ranks=ranks,
+        interleave=interleave,
+        scale=scale,
+    )
+    if cp_group is not None:
+        out = merge_scattered(out, lse, cp_group, scatter=0)
+    out = out.swapaxes(0, 1).astype(q.dtype)
+    return out.swapaxes(1, 2) if tp_out else out

@@ -1,0 +1,175 @@
+"""Attention of one segment on one rank, without collectives.
+
+The segment's queries see the sequence's earlier tokens that this rank holds, read from its pages, and the
+segment's own tokens that this rank owns, taken from registers. The result is partial: merged over the
+ranks it is exact. Decode is a segment of one token, verification of several, prefill a chunk.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Integer, Shaped
+
+from dcpjax.cache import formats
+from dcpjax.layout import active_mask, local_filled
+
+READ_TOKENS = 512
+"""Prior tokens read at a time; the best of 128 to 1024 on CPU, where the block stays in cache."""
+
+
+class _Running(NamedTuple):
+    """Online softmax: highest score, sum of exponentials, weighted values, so far."""
+
+    highest: Float[Array, "K Q"]
+    total: Float[Array, "K Q"]
+    values: Float[Array, "K Q Dv"]
+
+
+def segment_attention(
+    q: Float[Array, "T H D"],
+    pages: Shaped[Array, "pages K P W"] | Shaped[Array, "pages L K P W"],
+    page_table: Integer[Array, " M"],
+    prior_length: Integer[Array, ""] | int,
+    k: Float[Array, "S K D"],
+    v: Float[Array, "S K Dv"],
+    positions: Integer[Array, " S"],
+    rank: Integer[Array, ""] | int,
+    *,
+    ranks: int,
+    interleave: int,
+    scale: float,
+    layer: int | None = None,
+) -> tuple[Float[Array, "T H Dv"], Float[Array, "T H"]]:
+    """Partial attention of T consecutive queries, the first at position ``prior_length``.
+
+    Args:
+        q: queries at positions prior_length + [0, T).
+        pages: this rank's pages of one layer, or of all layers with ``layer`` given. Their width is
+            D + Dv (keys and values packed), or D (values are the first Dv columns of the keys).
+        page_table: local page id of each virtual page; ids past the end of the sequence are valid ids.
+        prior_length: tokens of the whole sequence that lie in pages before this segment.
+        k, v: the segment's own tokens that this rank computed; those of other owners are masked.
+        positions: global position of each of them.
+        rank: this rank among the ``ranks`` that share the sequence's tokens.
+
+    Returns:
+        out, lse (natural log), both float32; (0, −inf) for a query that sees nothing here.
+    """
+    kv_heads, page_size = pages.shape[-3], pages.shape[-2]
+    queries = _group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)
+    prior_length = jnp.asarray(prior_length)
+    query_positions = prior_length + jnp.arange(q.shape[0], dtype=prior_length.dtype)
+    running = _attend_current(
+        queries, k, v, positions, query_positions, rank, ranks=ranks, interleave=interleave
+    )
+    held = local_filled(prior_length, rank, ranks=ranks, interleave=interleave)
+    chunk_pages = max(1, min(READ_TOKENS // page_size, page_table.shape[0]))
+    running = _attend_prior(
+        running, queries, pages, page_table, held, chunk_pages, layer=layer, value_width=v.shape[-1]
+    )
+    return _finish(running, q.shape[0])
+
+
+def _group_queries(q: Array, kv_heads: int) -> Float[Array, "K Q D"]:
+    """Queries by KV head: row r · T + t is the head's r-th query head at token t."""
+    tokens, heads, width = q.shape
+    grouped = q.reshape(tokens, kv_heads, heads // kv_heads, width).transpose(1, 2, 0, 3)
+    return grouped.reshape(kv_heads, heads // kv_heads * tokens, width)
+
+
+def _attend_current(
+    queries: Array, k: Array, v: Array, positions: Array, query_positions: Array, rank, *, ranks: int, interleave: int
+) -> _Running:
+    """Attention to the segment's own tokens: those that this rank owns, causally."""
+    own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
+    visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
+    visible = jnp.tile(visible, (queries.shape[1] // query_positions.shape[0], 1))[None]
+    scores = jnp.einsum("kqd,skd->kqs", queries, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    highest = jnp.max(scores, axis=-1)
+    exps = jnp.exp(scores - _finite(highest)[..., None])
+    values = jnp.einsum("kqs,skd->kqd", exps.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return _Running(highest, jnp.sum(exps, axis=-1), values)
+
+
+def _attend_prior(
+    running: _Running,
+    queries: Array,
+    pages: Array,
+    page_table: Array,
+    held: Array,
+    chunk_pages: int,
+    *,
+    layer: int | None,
+    value_width: int,
+) -> _Running:
+    """Go on over the ``held`` tokens in pages, a few pages at a time; the trip count is dynamic."""
+    chunk = chunk_pages * pages.shape[-2]
+    padding = -page_table.shape[0] % chunk_pages
+    page_table = jnp.pad(page_table, (0, padding), mode="edge")
+
+    def read_chunk(index: Array, running: _Running) -> _Running:
+        ids = lax.dynamic_slice(page_table, (index * chunk_pages,), (chunk_pages,))
+        rows = formats.decode(_gather_pages(pages, ids, layer), queries.dtype)
+        visible = index * chunk + jnp.arange(chunk, dtype=held.dtype) < held
+        return _attend_rows(running, queries, rows, visible, value_width)
+
+    return lax.fori_loop(0, (held + chunk - 1) // chunk, read_chunk, running)
+
+
+def _attend_rows(
+    running: _Running, queries: Array, rows: Float[Array, "K S W"], visible: Array, value_width: int
+) -> _Running:
+    """One step of the online softmax. Rows that are not visible may hold anything, NaN included."""
+    width = queries.shape[-1]
+    scores = jnp.einsum("kqd,ksd->kqs", queries, rows[..., :width], preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[None, None, :], scores, -jnp.inf)
+    values = rows[..., -value_width:] if rows.shape[-1] > width else rows[..., :value_width]
+    values = jnp.where(visible[None, :, None], values, jnp.zeros((), values.dtype))
+    highest = jnp.maximum(running.highest, jnp.max(scores, axis=-1))
+    exps = jnp.exp(scores - _finite(highest)[..., None])
+    keep = jnp.exp(running.highest - _finite(highest))
+    weighted = jnp.einsum("kqs,ksd->kqd", exps.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return _Running(
+        highest,
+        running.total * keep + jnp.sum(exps, axis=-1),
+        running.values * keep[..., None] + weighted,
+    )
+
+
+def _gather_pages(pages: Array, ids: Array, layer: int | None) -> Shaped[Array, "K S W"]:
+    """The rows of some pages in order, heads first, straight from the pool."""
+    kv_heads, page_size, width = pages.shape[-3:]
+    if layer is None:
+        indices, leading = ids[:, None], 1
+    else:
+        indices, leading = jnp.stack([ids, jnp.full_like(ids, layer)], axis=-1), 2
+    rows = lax.gather(
+        pages,
+        indices,
+        lax.GatherDimensionNumbers(
+            offset_dims=(0, 2, 3),
+            collapsed_slice_dims=tuple(range(leading)),
+            start_index_map=tuple(range(leading)),
+        ),
+        slice_sizes=(*(1,) * leading, kv_heads, page_size, width),
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    return rows.reshape(kv_heads, ids.shape[0] * page_size, width)
+
+
+def _finite(highest: Array) -> Array:
+    """The highest score, 0 where nothing was seen: −inf − −inf would be NaN."""
+    return jnp.where(highest > -jnp.inf, highest, 0.0)
+
+
+def _finish(running: _Running, tokens: int) -> tuple[Array, Array]:
+    """Running sums as out [T, H, Dv] and lse [T, H]."""
+    seen = running.total > 0
+    out = running.values / jnp.where(seen, running.total, 1.0)[..., None]
+    lse = jnp.where(seen, _finite(running.highest) + jnp.log(running.total), -jnp.inf)
+    kv_heads, rows, width = out.shape
+    out = out.reshape(kv_heads, rows // tokens, tokens, width).transpose(2, 0, 1, 3)
+    lse = lse.reshape(kv_heads, rows // tokens, tokens).transpose(2, 0, 1)
+    return out.reshape(tokens, -1, width), lse.reshape(tokens, -1)

@@ -1,0 +1,116 @@
+"""Proof that a compiled step updates the KV pool in place.
+
+A hidden copy of the pool costs up to twenty times the step's time and half the capacity, and makes writes from
+other machines into the pool unsafe. The compiled program tells: the pool's input and output share memory, and
+no other instruction has an output of the pool's shape.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from dcpjax.errors import AuditError
+
+_IN_PLACE = frozenset(
+    ("parameter", "get-tuple-element", "tuple", "while", "bitcast", "call", "conditional")
+    + ("scatter", "dynamic-update-slice", "opt-barrier")
+)
+"""Instructions that pass the pool on or update it in place; a fusion is judged by its root."""
+
+_HLO_TYPES = {"float32": "f32", "uint16": "u16", "uint8": "u8", "bfloat16": "bf16"}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(
+    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\("
+)
+_CALLS = re.compile(r"calls=%?([\w.\-]+)")
+_ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{\}, (?:may|must)-alias\)")
+
+
+@dataclass(frozen=True)
+class StepAudit:
+    """What was found in one compiled step. Sizes are bytes of one device."""
+
+    step: str
+    pool_bytes: int
+    temporary_bytes: int
+    aliased_bytes: int
+    instructions: int
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    computation: str
+    name: str
+    type: str
+    opcode: str
+    is_root: bool
+    calls: str | None
+
+
+def audit_step(
+    compiled: Any, step: str, *, pool_shape: tuple[int, ...], pool_dtype: str, pool_output: int = 0
+) -> StepAudit:
+    """Examine one compiled step.
+
+    Args:
+        compiled: what ``jax.jit(step).lower(…).compile()`` returns.
+        step: its name, for the error.
+        pool_shape: shape of one device's share of the pool.
+        pool_output: index of the pool among the step's outputs.
+
+    Raises:
+        AuditError: the pool is not aliased, or an instruction makes another one of its shape.
+    """
+    text = compiled.as_text()
+    check_aliased(text, step, pool_output)
+    instructions = _instructions(text)
+    pool_type = f"{_HLO_TYPES[pool_dtype]}[{','.join(map(str, pool_shape))}]"
+    copies = _copies(instructions, pool_type)
+    if copies:
+        raise AuditError("the step makes copies of the KV pool", step=step, instructions=copies)
+    memory = compiled.memory_analysis()
+    size = memory.alias_size_in_bytes
+    return StepAudit(
+        step, size, memory.temp_size_in_bytes, memory.alias_size_in_bytes, len(instructions)
+    )
+
+
+def check_aliased(text: str, step: str, pool_output: int = 0) -> None:
+    """Raise unless output ``pool_output`` of the program lies in the memory of an input."""
+    header = text.split("\n", 1)[0]
+    if str(pool_output) not in _ALIAS.findall(header):
+        raise AuditError("the KV pool is not updated in place", step=step, header=header[:400])
+
+
+def _instructions(text: str) -> list[_Instruction]:
+    found, computation = [], ""
+    for line in text.splitlines():
+        if opening := _COMPUTATION.match(line):
+            computation = opening["name"]
+        elif parsed := _INSTRUCTION.match(line):
+            calls = _CALLS.search(line)
+            found.append(
+                _Instruction(
+                    computation,
+                    parsed["name"],
+                    parsed["type"],
+                    parsed["opcode"],
+                    parsed["root"] is not None,
+                    calls[1] if calls else None,
+                )
+            )
+    return found
+
+
+def _copies(instructions: list[_Instruction], pool_type: str) -> list[str]:
+    """Instructions with an output of the pool's shape that is not the pool itself."""
+    fused = {i.calls for i in instructions if i.opcode == "fusion"}
+    roots = {i.computation: i.opcode for i in instructions if i.is_root}
+    copies = []
+    for item in instructions:
+        if item.computation in fused or not item.type.startswith(pool_type):
+            continue  # inside a fusion only the root has an output
+        opcode = roots[item.calls] if item.opcode == "fusion" and item.calls else item.opcode
+        if opcode not in _IN_PLACE:
+            copies.append(f"{item.name} ({opcode})")
+    return copies

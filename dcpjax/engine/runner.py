@@ -1,0 +1,218 @@
+"""Plans to arrays to dispatched steps. Owns the parameters and the pool; waits for nothing but results.
+
+Every shape is compiled and audited in warm-up and run through its compiled form afterwards, so nothing
+can be compiled later.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from dcpjax.attention.block import TokenSharding
+from dcpjax.cache.pool import PoolShape, allocate_pool
+from dcpjax.engine.audit import StepAudit, audit_step
+from dcpjax.engine.sampler import SampledTokens, Sampler
+from dcpjax.engine.scheduler import Segment, StepPlan, StepShapes
+from dcpjax.engine.step import FROM_HOST, StepShape, gather_logits, make_step
+from dcpjax.errors import AuditError
+from dcpjax.mesh import ALL_RANKS
+from dcpjax.models.weights import PlacedModel
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A step on its way: its plan, and its tokens once somebody waits for them."""
+
+    plan: StepPlan
+    tokens: SampledTokens
+
+
+class Runner:
+    """Executes step plans on one mesh."""
+
+    def __init__(
+        self,
+        model: PlacedModel,
+        mesh: Mesh,
+        pool_shape: PoolShape,
+        sharding: TokenSharding,
+        shapes: StepShapes,
+        *,
+        table_width: int,
+        vocab_size: int,
+        max_num_seqs: int,
+        seed: int,
+    ) -> None:
+        self._model, self._mesh, self._sharding = model, mesh, sharding
+        self._table_width, self._vocab_size = table_width, vocab_size
+        self._shapes = [
+            StepShape(*rows_and_prefill, table_width) for rows_and_prefill in shapes.combinations()
+        ]
+        self._max_rows = max(shape.rows for shape in self._shapes)
+        self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
+        self._pool = allocate_pool(pool_shape, mesh)
+        self._pool_shape = pool_shape
+        self._previous = jax.device_put(np.zeros(self._max_rows, np.int32), self._replicated)
+        self._previous_rows: dict[str, int] = {}
+        self._rank_ids = jax.device_put(
+            np.arange(mesh.size, dtype=np.uint32),
+            jax.sharding.NamedSharding(mesh, PartitionSpec(ALL_RANKS)),
+        )
+        self._steps: dict[StepShape, Callable] = {}
+        self._gather = gather_logits(mesh, vocab_size)
+        self._sampler = Sampler(
+            mesh.devices.flat[0], vocab_size=vocab_size, max_num_seqs=max_num_seqs, seed=seed
+        )
+        self.audits: tuple[StepAudit, ...] = ()
+
+    @property
+    def pool(self) -> Array:
+        return self._pool
+
+    @property
+    def shape_names(self) -> list[str]:
+        return [str(shape) for shape in self._shapes]
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile, audit and run every shape; then every form of sampling."""
+        total = len(self._shapes)
+        audits = []
+        with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:
+            for count, (shape, step) in enumerate(
+                zip(self._shapes, executor.map(self._compile, self._shapes), strict=True), start=1
+            ):
+                self._steps[shape] = step
+                audits.append(self._audit(shape, step))
+                if progress is not None:
+                    progress(f"compile {shape}", count, total)
+        self.audits = tuple(audits)
+        for shape in self._shapes:
+            self._warm_up_sampling(shape)
+
+    def _compile(self, shape: StepShape) -> Callable:
+        step = make_step(
+            self._model,
+            shape,
+            self._sharding,
+            self._mesh,
+            vocab_size=self._vocab_size,
+            max_rows=self._max_rows,
+        )
+        packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32, sharding=self._replicated)
+        return (
+            jax.jit(step, donate_argnums=1)
+            .lower(self._model.parameters, self._pool, packed, self._previous, self._rank_ids)
+            .compile()
+        )
+
+    def _audit(self, shape: StepShape, step: Callable) -> StepAudit:
+        """Examine the program, run it with nothing to do, and see that the pool stayed where it was."""
+        share = self._pool.addressable_shards[0].data
+        audit = audit_step(
+            step, str(shape), pool_shape=share.shape, pool_dtype=str(share.dtype)
+        )
+        del share
+        before = _addresses(self._pool)
+        self._dispatch_forward(shape, self._pack(shape, StepPlan()))
+        jax.block_until_ready(self._pool)
+        if (after := _addresses(self._pool)) != before:
+            raise AuditError("a step moved the KV pool", step=str(shape), before=before, after=after)
+        return audit
+
+    def _warm_up_sampling(self, shape: StepShape) -> None:
+        result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
+        logits = self._whole_logits(result.logits)
+        for tokens in self._sampler.warm_up(logits, self._max_rows):
+            self._previous = jax.device_put(tokens, self._replicated)
+        jax.block_until_ready(self._previous)
+
+    def dispatch(self, plan: StepPlan) -> Dispatched:
+        """Start a step. Returns at once; the next plan may build on its tokens."""
+        shape = self._shape_of(plan)
+        result = self._dispatch_forward(shape, self._pack(shape, plan))
+        segments = _rows(plan, shape)
+        sampling = {row: s.request for row, s in segments if s.samples}
+        if all(request.params.is_greedy for request in sampling.values()):
+            self._previous, tokens = result.tokens, SampledTokens(result.tokens)
+        else:
+            tokens = self._sampler.sample(
+                self._whole_logits(result.logits), sampling, self._max_rows
+            )
+            self._previous = jax.device_put(tokens.ids, self._replicated)
+        self._previous_rows = {request.request_id: row for row, request in sampling.items()}
+        return Dispatched(plan, tokens.of_rows([row for row, s in segments if s.samples]))
+
+    def _dispatch_forward(self, shape: StepShape, packed: np.ndarray):
+        result = self._steps[shape](
+            self._model.parameters, self._pool, packed, self._previous, self._rank_ids
+        )
+        self._pool = result.pool
+        return result
+
+    def _whole_logits(self, logits: Array) -> Array:
+        """All logits on the first device."""
+        return self._gather(logits).addressable_shards[0].data
+
+    def _shape_of(self, plan: StepPlan) -> StepShape:
+        """The smallest compiled shape that the plan fits into."""
+        fitting = (
+            shape
+            for shape in self._shapes
+            if shape.decode_rows >= len(plan.decode)
+            and shape.prefill_rows >= len(plan.prefill)
+            and (not plan.prefill or shape.prefill_width >= plan.prefill_width)
+        )
+        return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows))
+
+    def _pack(self, shape: StepShape, plan: StepPlan) -> np.ndarray:
+        """The plan as one int32 array; unused rows have no tokens and the scratch page everywhere."""
+        packed = np.zeros(shape.packed_size, np.int32)
+        views = shape.views(packed)
+        views["page_tables"][:] = self._pool_shape.scratch_page
+        views["sources"][:] = FROM_HOST
+        for row, segment in _rows(plan, shape):
+            pages = segment.request.page_ids
+            views["page_tables"][row, : len(pages)] = pages
+            views["prior_lengths"][row] = segment.start
+            views["num_tokens"][row] = segment.num_tokens
+            if segment.token_is_pending:
+                views["sources"][row] = self._previous_rows[segment.request.request_id]
+            else:
+                start = self._first_token(shape, row)
+                views["token_ids"][start : start + segment.num_tokens] = _known_tokens(segment)
+        return packed
+
+    def _first_token(self, shape: StepShape, row: int) -> int:
+        """Index of a row's first token among all tokens."""
+        if row < shape.decode_rows:
+            return row
+        return shape.decode_rows + (row - shape.decode_rows) * shape.prefill_width
+
+
+def _rows(plan: StepPlan, shape: StepShape) -> list[tuple[int, Segment]]:
+    """The plan's segments with their rows in the step."""
+    decode = list(enumerate(plan.decode))
+    return decode + list(enumerate(plan.prefill, start=shape.decode_rows))
+
+
+def _known_tokens(segment: Segment) -> list[int] | tuple[int, ...]:
+    """The segment's token ids, without copying the whole sequence."""
+    request, start = segment.request, segment.start
+    stop, prompt = start + segment.num_tokens, len(request.prompt_token_ids)
+    known = list(request.prompt_token_ids[start:stop])
+    if stop > prompt:
+        known += request.output_token_ids[max(0, start - prompt) : stop - prompt]
+    return known
+
+
+def _addresses(array: Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]

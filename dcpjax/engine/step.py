@@ -1,0 +1,158 @@
+"""One compiled step: packed host integers in, pool and tokens out.
+
+All that the host says about a step travels in one int32 array per call, because many small transfers to many devices
+cost more than they carry.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Float, Integer
+
+from dcpjax.attention.block import TokenSharding, make_block
+from dcpjax.cache.pool import POOL_SPEC
+from dcpjax.mesh import ALL_RANKS
+from dcpjax.models.weights import PlacedModel
+
+FROM_HOST = -1
+"""Source of a token id that the host knows; else the row of the previous step's tokens."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The static shape of a step: a block of single tokens and a block of prompt chunks."""
+
+    decode_rows: int
+    prefill_rows: int
+    prefill_width: int
+    table_width: int
+
+    @property
+    def rows(self) -> int:
+        return self.decode_rows + self.prefill_rows
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decode_rows + self.prefill_rows * self.prefill_width
+
+    def __str__(self) -> str:
+        return f"{self.decode_rows}x1+{self.prefill_rows}x{self.prefill_width}"
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each array in the packed input, in order; rows are decode first, then prefill."""
+        return {
+            "token_ids": (self.num_tokens,),
+            "sources": (self.decode_rows,),
+            "page_tables": (self.rows, self.table_width),
+            "prior_lengths": (self.rows,),
+            "num_tokens": (self.rows,),
+        }
+
+    @property
+    def packed_size(self) -> int:
+        return sum(int(np.prod(shape)) for shape in self.fields().values())
+
+    def views(self, packed: Any) -> dict[str, Any]:
+        """The arrays inside a packed one, NumPy views or traced slices."""
+        views, start = {}, 0
+        for name, shape in self.fields().items():
+            stop = start + int(np.prod(shape))
+            views[name] = packed[start:stop].reshape(shape)
+            start = stop
+        return views
+
+
+class StepResult(NamedTuple):
+    """What a step leaves on the devices."""
+
+    pool: Array
+    tokens: Integer[Array, " max_rows"]  # the most likely next token of each row, replicated
+    logits: Float[Array, "rows V"]  # split over the vocabulary, padding included
+
+
+def make_step(
+    model: PlacedModel,
+    shape: StepShape,
+    sharding: TokenSharding,
+    mesh: Mesh,
+    *,
+    vocab_size: int,
+    max_rows: int,
+) -> Callable[..., StepResult]:
+    """The step ``(parameters, pool, packed, previous tokens, rank ids) -> StepResult`` of one shape."""
+
+    def on_rank(parameters, pool, packed, previous, rank_ids):
+        llama = model.merge(parameters)
+        inputs = shape.views(packed)
+        rank = rank_ids[0]
+        blocks = _blocks(shape, inputs, rank % sharding.ranks, sharding)
+        tokens = _token_ids(shape, inputs, previous)
+        hidden, pool = llama.hidden_states(tokens, blocks, pool, rank.astype(jnp.int32))
+        logits = llama.logits(jnp.take(hidden, _last_tokens(shape, inputs), axis=0))
+        best = _most_likely(logits, rank.astype(jnp.int32), vocab_size)
+        return StepResult(pool, jnp.pad(best, (0, max_rows - shape.rows)), logits)
+
+    specs = tuple(array.sharding.spec for array in model.parameters)
+    whole = PartitionSpec()
+    return jax.shard_map(
+        on_rank,
+        mesh=mesh,
+        in_specs=(specs, POOL_SPEC, whole, whole, PartitionSpec(ALL_RANKS)),
+        out_specs=StepResult(POOL_SPEC, whole, PartitionSpec(None, ALL_RANKS)),
+    )
+
+
+def _blocks(shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: TokenSharding):
+    """The decode block and the prompt block; lengths as uint32, whose division needs no sign handling."""
+    parts = ((1, 0, shape.decode_rows), (shape.prefill_width, shape.decode_rows, shape.rows))
+    return [
+        make_block(
+            width,
+            inputs["page_tables"][start:stop],
+            inputs["prior_lengths"][start:stop].astype(jnp.uint32),
+            inputs["num_tokens"][start:stop].astype(jnp.uint32),
+            rank,
+            sharding,
+        )
+        for width, start, stop in parts
+        if stop > start
+    ]
+
+
+def _token_ids(shape: StepShape, inputs: dict[str, Array], previous: Array) -> Array:
+    """Token ids of all blocks; a decode token may still be on the device."""
+    ids, sources = inputs["token_ids"], inputs["sources"]
+    pending = jnp.take(previous, jnp.maximum(sources, 0), axis=0)
+    decode = jnp.where(sources == FROM_HOST, ids[: shape.decode_rows], pending)
+    return jnp.concatenate([decode, ids[shape.decode_rows :]])
+
+
+def _last_tokens(shape: StepShape, inputs: dict[str, Array]) -> Array:
+    """Index of each row's last real token among all tokens."""
+    decode = jnp.arange(shape.decode_rows, dtype=jnp.int32)
+    counts = inputs["num_tokens"][shape.decode_rows :]
+    starts = shape.decode_rows + shape.prefill_width * jnp.arange(shape.prefill_rows, dtype=jnp.int32)
+    return jnp.concatenate([decode, starts + jnp.maximum(counts - 1, 0)])
+
+
+def _most_likely(logits: Float[Array, "R v"], rank: Array, vocab_size: int) -> Integer[Array, " R"]:
+    """Argmax over the whole vocabulary from each rank's share, ties to the lowest id."""
+    share = logits.shape[-1]
+    ids = rank * share + jnp.arange(share, dtype=jnp.int32)
+    logits = jnp.where((ids < vocab_size)[None, :], logits, -jnp.inf)
+    here = jnp.max(logits, axis=-1)
+    best = lax.pmax(here, ALL_RANKS)
+    candidates = jnp.where(here == best, ids[jnp.argmax(logits, axis=-1)], jnp.int32(vocab_size))
+    return jnp.minimum(lax.pmin(candidates, ALL_RANKS), vocab_size - 1)  # NaN logits match nothing
+
+
+def gather_logits(mesh: Mesh, vocab_size: int) -> Callable[[Array], Array]:
+    """Jitted: logits split over the vocabulary to whole ones on every device, padding cut off."""
+    whole = jax.sharding.NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda logits: logits[:, :vocab_size], out_shardings=whole)
