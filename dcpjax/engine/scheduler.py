@@ -1,30 +1,312 @@
-"""What the next step computes. Host only: no arrays, no devices, no clock."""
+"""What the next step computes. Host only: no arrays, no devices, no clock.
 
+The engine calls ``schedule`` while the step before is still running and commits that one after
+dispatching the new one. So a plan may continue a request by a token that only the device knows,
+and a committed step may hold results of a request that has ended since: they are dropped.
+
+Invariants:
+
+* ``running`` followed by ``waiting`` is in order of arrival, so the last running request is the
+  one to preempt and the first one always progresses.
+* Device steps run in the order of their plans. Therefore pages and slots are reused as soon as
+  their request ends, although a step in flight may still write into them: whoever gets them next
+  writes in a later step, and reads only what it wrote or what was registered. The overrun of an
+  ended request writes at a position behind its registered pages, which are full.
+"""
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcpjax.engine.request import Request
+from dcpjax.cache.prefix import PagePool
+from dcpjax.engine.plan import Drain as Drain
+from dcpjax.engine.plan import Segment as Segment
+from dcpjax.engine.plan import StepPlan as StepPlan
+from dcpjax.engine.plan import StepShapes as StepShapes
+from dcpjax.engine.request import (
+    FinishReason,
+    Request,
+    Status,
+    TokenLogprobs,
+    TokenOutput,
+    length_limit,
+)
+from dcpjax.engine.residency import Admission, Residency
+from dcpjax.errors import ConfigError, RequestError
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens ``[start, start + num_tokens)`` of one request, computed in one step.
+class SchedulerStats:
+    """Gauges of now and counters since the start; prefix counters are in prompt tokens."""
 
-    ``samples``: these are the last tokens known so far, so the step yields the next one.
-    ``token_is_pending``: the single token of this decode segment was sampled by the step before
-    and is still on the device.
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    page_usage: float
+
+
+class Scheduler:
+    """Continuous batching, first come first served.
+
+    Each step gives one token to every sequence that is being generated and computes chunks of the
+    first prompts beside. A request that starts gets the pages of all its known tokens and of the
+    next one; where pages run out later, the latest request is preempted and recomputed.
     """
 
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-    token_is_pending: bool = False
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        shapes: StepShapes,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        if max_num_seqs > max(shapes.decode_rows):
+            raise ConfigError(
+                "a compiled shape has a decode row for each of max_num_seqs sequences",
+                max_num_seqs=max_num_seqs,
+                decode_rows=shapes.decode_rows,
+            )
+        self._pool = pool
+        self._shapes = shapes
+        self._max_model_len = max_model_len
+        self._residency = Residency(pool, enable_prefix_caching=enable_prefix_caching)
+        self._free_slots = list(range(max_num_seqs))  # a heap: low rows first
+        self._running: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._uncommitted: deque[StepPlan] = deque()
+        self._aborted: list[TokenOutput] = []
+        self._num_preemptions = 0
+        self._num_prefix_queries = 0
+        self._num_prefix_hits = 0
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests are unfinished, steps uncommitted or aborts not yet reported."""
+        return bool(self._running or self._waiting or self._uncommitted or self._aborted)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_preemptions=self._num_preemptions,
+            num_prefix_queries=self._num_prefix_queries,
+            num_prefix_hits=self._num_prefix_hits,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+            page_usage=self._pool.usage,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a new request.
+
+        Raises:
+            RequestError: its prompt is empty or its id is in use.
+            ContextLengthError: it could not end even if it had the whole pool.
+        """
+        request_id = request.request_id
+        if request_id in self._running or request_id in self._waiting:
+            raise RequestError("request ids are unique", param="request_id", request_id=request_id)
+        pool_tokens = self._pool.num_pages * self._pool.page_size
+        request.max_length = length_limit(request, self._max_model_len, pool_tokens)
+        self._waiting[request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; without effect on an unknown or ended one.
+
+        Its ABORT output comes with the next ``commit`` or ``take_aborted``. A step in flight may
+        go on writing into its pages, see the module's invariants.
+        """
+        request = self._running.get(request_id) or self._waiting.get(request_id)
+        if request is not None:
+            self._aborted.append(request.output((), FinishReason.ABORT))
+            self._finish(request)
+
+    def take_aborted(self) -> list[TokenOutput]:
+        """The outputs of requests aborted since the last call."""
+        aborted, self._aborted = self._aborted, []
+        return aborted
+
+    def schedule(self) -> StepPlan | Drain | None:
+        """Plan the next step; at most one step is uncommitted when it is called.
+
+        Returns:
+            None when there is nothing to compute before the step in flight is committed, and
+            without one only when no request is left. DRAIN, with nothing changed, when a request
+            must be preempted but a step is in flight.
+        """
+        assert len(self._uncommitted) <= 1, "a third step was planned before the first's commit"
+        if self._num_missing_pages() > self._pool.num_available:
+            if self._uncommitted:
+                return Drain.DRAIN
+            self._preempt_until_pages_suffice()
+        for request in self._running.values():
+            self._residency.grow(request)
+        ready = [request for request in self._running.values() if request.can_continue]
+        generating = [request for request in ready if request.num_uncomputed == 1]
+        prompts = [request for request in ready if request.num_uncomputed > 1]
+        admissions = self._admissible(self._shapes.max_prefill_rows - len(prompts))
+        rows, width = self._prefill_shape(prompts, admissions)
+        started = self._start(admissions[: max(rows - len(prompts), 0)])
+        plan = StepPlan(
+            decode=tuple(_dispatch(request, 1) for request in generating),
+            prefill=tuple(_dispatch(request, width) for request in [*prompts[:rows], *started]),
+            prefill_width=width,
+            started=tuple(started),
+        )
+        if not plan.segments:
+            return None
+        self._uncommitted.append(plan)
+        return plan
+
+    def commit(
+        self,
+        plan: StepPlan,
+        sampled: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[TokenLogprobs]] | None = None,
+    ) -> list[TokenOutput]:
+        """Take the results of the oldest uncommitted plan.
+
+        Args:
+            sampled: the new tokens of each of ``plan.sampling``, at least one each.
+            logprobs: the same shape; empty entries where a request asked for none.
+
+        Returns:
+            what each request gained, after the outputs of requests aborted meanwhile.
+        """
+        assert self._uncommitted and self._uncommitted[0] is plan, "plans are committed in order"
+        self._uncommitted.popleft()
+        if logprobs is None:
+            logprobs = [()] * len(sampled)
+        # An ended request is dropped; a preempted one cannot be here, preemption waits for commit.
+        for segment in plan.segments:
+            if segment.request.status is Status.RUNNING:
+                self._residency.register(segment.request, segment.start, segment.stop)
+        outputs = self.take_aborted()
+        for segment, tokens, details in zip(plan.sampling, sampled, logprobs, strict=True):
+            if segment.request.status is Status.RUNNING:
+                outputs.append(self._append(segment.request, tokens, details))
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Assert that slots and pages are held by running requests and by nobody else."""
+        running = list(self._running.values())
+        slots = [request.slot for request in running]
+        assert not {None, *self._free_slots}.intersection(slots), "a running request has no slot"
+        assert len(set(slots)) == len(slots), "two requests have the same slot"
+        assert not any(request.page_ids for request in self._waiting.values()), (
+            "a waiting one holds"
+        )
+        held = {page for request in running for page in request.page_ids}
+        in_use = self._pool.num_pages - self._pool.num_available
+        assert len(held) == in_use, f"{in_use} pages are held, {len(held)} by running requests"
+        self._pool.check_integrity(is_idle=not running)
+
+    # Pages run out
+
+    def _num_missing_pages(self) -> int:
+        return sum(self._residency.num_missing(request) for request in self._running.values())
+
+    def _preempt_until_pages_suffice(self) -> None:
+        # The latest goes first even if it is the one in need: the oldest is never preempted for a
+        # younger one, and alone it has all pages, which suffice or add() would have refused it.
+        while self._num_missing_pages() > self._pool.num_available:
+            assert len(self._running) > 1, "a request alone does not fit into the pool"
+            request = self._running[next(reversed(self._running))]
+            assert not request.num_pending, "a request with a token in flight is preempted"
+            self._release(request)
+            request.status = Status.WAITING
+            request.num_preemptions += 1
+            self._num_preemptions += 1
+            self._waiting[request.request_id] = request
+            self._waiting.move_to_end(request.request_id, last=False)
+
+    # Start
+
+    def _admissible(self, max_requests: int) -> list[Admission]:
+        """The first waiting requests that can start together, in order; changes nothing.
+
+        One page per running request stays available, else the newcomer would soon be preempted.
+        """
+        admissions: list[Admission] = []
+        spent = 0
+        for request in self._waiting.values():
+            if len(admissions) >= min(max_requests, len(self._free_slots)):
+                break
+            admission = self._residency.admission(request)
+            spent += admission.cost
+            reserved = len(self._running) + len(admissions)
+            if spent + reserved > self._pool.num_available:
+                break
+            admissions.append(admission)
+        return admissions
+
+    def _prefill_shape(
+        self, prompts: list[Request], admissions: list[Admission]
+    ) -> tuple[int, int]:
+        remaining = [item.num_uncomputed for item in [*prompts, *admissions]]
+        return self._shapes.best_prefill(remaining) if remaining else (0, 0)
+
+    def _start(self, admissions: list[Admission]) -> list[Request]:
+        self._residency.admit(admissions)
+        started = [admission.request for admission in admissions]
+        for request in started:
+            request.slot = heapq.heappop(self._free_slots)
+            request.status = Status.RUNNING
+            self._running[request.request_id] = self._waiting.pop(request.request_id)
+            self._count_start(request)
+        return started
+
+    def _count_start(self, request: Request) -> None:
+        if request.num_cached_at_start is not None:
+            return  # started before: recomputation is neither new work nor a hit
+        request.num_cached_at_start = request.num_cached
+        self._num_prompt_tokens += request.num_tokens
+        if self._residency.has_prefix_cache:
+            self._num_prefix_queries += request.num_tokens
+            self._num_prefix_hits += request.num_cached
+
+    # Results and the end
+
+    def _append(
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> TokenOutput:
+        request.num_pending -= 1
+        assert len(tokens) == 1 or not request.num_pending, "look-ahead knows one token per step"
+        accepted, reason, stop_token = request.append(tokens)
+        self._num_generation_tokens += len(accepted)
+        if reason is not None:
+            self._finish(request)
+        return request.output(accepted, reason, stop_token, logprobs[: len(accepted)])
+
+    def _finish(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self._release(request)
+        else:
+            del self._waiting[request.request_id]
+        request.status = Status.FINISHED
+
+    def _release(self, request: Request) -> None:
+        del self._running[request.request_id]
+        assert request.slot is not None, "a running request has no slot"
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = None
+        self._residency.release(request)
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """One step: decode segments of one token each, and prompt chunks of at most ``prefill_width``."""
-
-    decode: tuple[Segment, ...] = ()
-    prefill: tuple[Segment, ...] = ()
-    prefill_width: int = 0
+def _dispatch(request: Request, at_most: int) -> Segment:
+    """The next segment of a running request, which from now on counts as computed."""
+    start, num_tokens = request.num_scheduled, min(request.num_uncomputed, at_most)
+    is_pending = request.num_pending > 0
+    request.num_scheduled += num_tokens
+    samples = request.num_uncomputed == 0
+    request.num_pending += samples
+    return Segment(request, start, num_tokens, samples, is_pending)

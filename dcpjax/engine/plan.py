@@ -1,0 +1,101 @@
+"""One step in words: its segments, and the shapes that are compiled for it. Host only."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcpjax.engine.request import Request
+from dcpjax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens ``[start, start + num_tokens)`` of one request, computed in one step.
+
+    ``samples``: these are the last tokens known so far, so the step yields the next one.
+    ``token_is_pending``: the single token of this decode segment was sampled by the step before
+    and is still on the device.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    token_is_pending: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: decode segments of one token each, and prompt chunks of at most ``prefill_width``.
+
+    ``started`` are the requests that got their slot with this plan, first time or after a
+    preemption: whatever the device keeps per slot begins anew for them. A request has at most one
+    segment in a plan, and no page written by one segment is read by another.
+    """
+
+    decode: tuple[Segment, ...] = ()
+    prefill: tuple[Segment, ...] = ()
+    prefill_width: int = 0
+    started: tuple[Request, ...] = ()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.decode + self.prefill
+
+    @property
+    def sampling(self) -> tuple[Segment, ...]:
+        """The segments that yield a token, in the order in which ``commit`` takes their results."""
+        return tuple(segment for segment in self.segments if segment.samples)
+
+
+class Drain(enum.Enum):
+    """Instead of a plan: pages must be taken from a request that may have a token in flight."""
+
+    DRAIN = "commit the step in flight, then schedule again"
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """The shapes that are compiled.
+
+    Attributes:
+        decode_rows: numbers of decode segments.
+        prefill: (rows, width) of the prompt blocks.
+        fixed_cost: what a step costs beside its prompt tokens, counted in prompt tokens.
+    """
+
+    decode_rows: tuple[int, ...]
+    prefill: tuple[tuple[int, int], ...]
+    fixed_cost: int = 64
+
+    def __post_init__(self) -> None:
+        sizes = [*self.decode_rows, *(size for shape in self.prefill for size in shape)]
+        if not self.decode_rows or not self.prefill or min(sizes) < 1 or self.fixed_cost < 0:
+            raise ConfigError(
+                "a step has decode rows and prefill (rows, width), each at least 1",
+                decode_rows=self.decode_rows,
+                prefill=self.prefill,
+                fixed_cost=self.fixed_cost,
+            )
+
+    @property
+    def max_prefill_rows(self) -> int:
+        return max(rows for rows, _ in self.prefill)
+
+    def best_prefill(self, remaining: Sequence[int]) -> tuple[int, int]:
+        """The (rows, width) that computes most prompt tokens for its cost, padding included.
+
+        Args:
+            remaining: uncomputed tokens of the prompts, in the order in which they get rows.
+        """
+
+        def worth(shape: tuple[int, int]) -> tuple[float, int, int]:
+            rows, width = shape
+            useful = sum(min(tokens, width) for tokens in remaining[:rows])
+            return useful / (rows * width + self.fixed_cost), useful, -rows * width
+
+        return max(self.prefill, key=worth)
