@@ -61,7 +61,7 @@ def in_type_of(reference: Integers, value: Integers) -> Integers:
     return value.astype(reference.dtype)
 
 
-def static_count(name: str, value: int, minimum: int = 1) -> int:
+def static_count(name: str, value: Any, minimum: int = 1) -> int:
     """``value`` as a Python int of at least ``minimum``; NumPy's would widen what they divide.
 
     Raises:

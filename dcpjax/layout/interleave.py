@@ -8,9 +8,9 @@ a cycle. With two ranks and an interleave of 2::
     local index   0 1 0 1 2 3 2 3 4 5
 
 ``ranks``, ``interleave`` and ``page_size`` are static Python ints; all else may be an int or an
-array (see :mod:`dcpjax.layout.domain`) and the result is of the same kind and integer type. Unsigned
-arrays are best in a compiled step: XLA reduces their ``//`` and ``%`` to plain divisions and
-remainders without sign handling.
+array (see :mod:`dcpjax.layout.domain`) and the result is of the same kind and integer type.
+Unsigned arrays are best in a compiled step: XLA reduces their ``//`` and ``%`` to plain divisions
+and remainders without sign handling.
 
 All functions raise :class:`dcpjax.errors.LayoutError` for static arguments outside their domain.
 """

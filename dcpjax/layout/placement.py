@@ -121,10 +121,10 @@ class KVPlacement:
         num_head_groups(tp, dcp)
         interleave = _interleave(dcp, interleave, page_size)
         shares = tuple(
-            KVShare(
-                *(0, layers),
-                *head_group(tp, dcp, kv_heads, decode_head_group(rank, dcp)),
-                *(dcp, decode_dcp_rank(rank, dcp), interleave),
+            _share(
+                (0, layers),
+                head_group(tp, dcp, kv_heads, decode_head_group(rank, dcp)),
+                (dcp, decode_dcp_rank(rank, dcp), interleave),
             )
             for rank in range(tp)
         )
@@ -138,10 +138,10 @@ class KVPlacement:
         num_head_groups(tp, dcp)
         interleave = _interleave(dcp, interleave, page_size)
         shares = tuple(
-            KVShare(
-                *(0, layers),
-                *head_group(tp, dcp, kv_heads, prefill_head_group(rank, tp, dcp)),
-                *(dcp, prefill_cp_rank(rank, tp, dcp), interleave),
+            _share(
+                (0, layers),
+                head_group(tp, dcp, kv_heads, prefill_head_group(rank, tp, dcp)),
+                (dcp, prefill_cp_rank(rank, tp, dcp), interleave),
             )
             for rank in range(tp)
         )
@@ -154,7 +154,7 @@ class KVPlacement:
         """Every rank holds all tokens and all heads of its own layers."""
         ranks = static_count("ranks", ranks)
         shares = tuple(
-            KVShare(*layer_range(layers, ranks, rank), *(0, kv_heads), *(1, 0, page_size))
+            _share(layer_range(layers, ranks, rank), (0, kv_heads), (1, 0, page_size))
             for rank in range(ranks)
         )
         return cls(layers, kv_heads, page_size, shares)
@@ -179,7 +179,7 @@ class KVPlacement:
         else:
             token_ranks, interleave = ranks, _interleave(ranks, interleave, page_size)
         shares = tuple(
-            KVShare(*(0, layers), *(0, kv_heads), *(token_ranks, rank % token_ranks, interleave))
+            _share((0, layers), (0, kv_heads), (token_ranks, rank % token_ranks, interleave))
             for rank in range(ranks)
         )
         return cls(layers, kv_heads, page_size, shares)
@@ -199,13 +199,19 @@ class KVPlacement:
         return self.shares[rank].holds(layer, head, token)
 
 
+def _share(
+    layers: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int, int]
+) -> KVShare:
+    return KVShare(*layers, *heads, *tokens)
+
+
 def _check_range(name: str, start: int, stop: int) -> None:
     if not 0 <= start <= stop:
         raise LayoutError(f"a {name} range has 0 <= start <= stop", start=start, stop=stop)
 
 
 def _interleave(ranks: int, interleave: int, page_size: int) -> int:
-    """The interleave to record. For one rank all mean the same, so that such placements are equal."""
+    """The interleave to record: of one rank all mean the same, so one of them stands for all."""
     interleave = static_count("interleave", interleave)
     check_divides("interleave", interleave, "page_size", static_count("page_size", page_size))
     return page_size if ranks == 1 else interleave

@@ -1,10 +1,10 @@
 """The orders in which the ranks of one device list are grouped, and the heads of each group.
 
-    decode         rank = group * dcp + token rank             the DCP ranks are neighbours
-    DCP prefill    rank = token rank * (tp / dcp) + group   ranks with the same tokens are neighbours
-    PCP            rank = pcp rank * tp + tp rank              DCP groups run over PCP ranks first
+    decode        rank = group * dcp + token rank          the DCP ranks are neighbours
+    DCP prefill   rank = token rank * (tp / dcp) + group   ranks of the same tokens are neighbours
+    PCP           rank = pcp rank * tp + tp rank           DCP groups run over PCP ranks first
 
-``tp`` is the whole tensor parallel size, DCP ranks included: there are ``G = tp / dcp`` head groups.
+``tp`` is the whole tensor parallel size, DCP ranks included: ``G = tp / dcp`` head groups.
 The first two orders put the same token on different ranks; the second is for engines that only
 prefill.
 """
