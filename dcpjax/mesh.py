@@ -5,6 +5,7 @@ A producer that splits prompts the Neuron way uses :func:`prefill_mesh`, where D
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,7 +70,8 @@ def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
 
 def _request_cpu_devices(count: int) -> None:
     """Ask for virtual CPU devices; JAX refuses once a backend is up, and then there is no need."""
-    if jax.config.jax_num_cpu_devices >= count:
+    is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if is_set or jax.config.jax_num_cpu_devices >= count:
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -87,7 +89,9 @@ def prefill_mesh(devices: Sequence[jax.Device], dcp: int) -> Mesh:
     return _mesh(devices, (dcp, len(devices) // dcp), (DCP, TP), dcp)
 
 
-def _mesh(devices: Sequence[jax.Device], shape: tuple[int, int], names: tuple[str, str], dcp: int) -> Mesh:
+def _mesh(
+    devices: Sequence[jax.Device], shape: tuple[int, int], names: tuple[str, str], dcp: int
+) -> Mesh:
     if len(devices) % dcp:
         raise MeshError(
             "the number of ranks is a multiple of decode_context_parallel_size",
@@ -121,7 +125,9 @@ class HeadLayout:
     dcp: int
 
     def __post_init__(self) -> None:
-        head_group(self.groups * self.dcp, self.dcp, self.num_kv_heads, 0)  # refuses what does not divide
+        head_group(
+            self.groups * self.dcp, self.dcp, self.num_kv_heads, 0
+        )  # refuses what does not divide
 
     @property
     def copies(self) -> int:

@@ -4,7 +4,9 @@ Static shape, traced content. Rows that are not used have no tokens; tokens past
 and go to the scratch page.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -108,3 +110,9 @@ def make_block(
         offsets = jnp.arange(width, dtype=prior_lengths.dtype)
         own = jnp.broadcast_to(offsets, (page_tables.shape[0], width))
     return Block(width, page_tables, prior_lengths, num_tokens, own, rank, sharding)
+
+
+def split_blocks(tokens: Array, blocks: Sequence[Block]) -> list[Array]:
+    """Values per token of all blocks [T, ...], cut into those of each block."""
+    stops = list(accumulate(block.rows * block.width for block in blocks))
+    return [tokens[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]

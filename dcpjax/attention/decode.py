@@ -17,8 +17,8 @@ from dcpjax.mesh import DCP
 
 def decode_attention(
     q: Float[Array, "T h D"],
-    k: Float[Array, "T k D"],
-    v: Float[Array, "T k Dv"],
+    own_k: Float[Array, "B S k D"],
+    own_v: Float[Array, "B S k Dv"],
     pool: Shaped[Array, "pages L k P W"],
     layer: int,
     block: Block,
@@ -26,24 +26,20 @@ def decode_attention(
     scale: float,
     comm_backend: str,
     heads_gathered: bool = False,
-) -> tuple[Float[Array, "T hd Dv"], Shaped[Array, "pages L k P W"]]:
-    """Write the block's keys and values, attend, and give each DCP rank its share of the heads.
+) -> Float[Array, "T hd Dv"]:
+    """Attend, and give each DCP rank the merged outputs of its share of the heads (float32).
 
     Args:
         q: queries of this rank's heads, or of the whole group's with ``heads_gathered``.
-        k, v: keys and values of the group's KV heads, the same on all DCP ranks.
-
-    Returns:
-        the merged outputs of this rank's heads (float32), and the pool.
+        own_k, own_v: keys and values of the tokens that this rank keeps, see ``Block.own``.
+        pool: with the prior tokens; whether the block's own are already in does not matter.
     """
-    own_k, own_v = block.take_own(k), block.take_own(v)
-    pool = write_block(pool, layer, block, own_k, own_v)
     if block.sharding.ranks > 1 and not heads_gathered:
         q = lax.all_gather(q, DCP, axis=1, tiled=True)
     out, lse = attend_block(q, own_k, own_v, pool, layer, block, scale=scale)
     if block.sharding.ranks > 1:
         out = MERGES[comm_backend](out, lse, DCP, scatter=1)
-    return out, pool
+    return out
 
 
 def write_block(pool: Array, layer: int, block: Block, own_k: Array, own_v: Array) -> Array:

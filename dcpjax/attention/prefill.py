@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float, Integer, Shaped
 
 from dcpjax.attention.block import Block, window_offsets
-from dcpjax.attention.decode import attend_block, write_block
+from dcpjax.attention.decode import attend_block
 from dcpjax.attention.merge import MERGES, merge_scattered
 from dcpjax.attention.segment import segment_attention
 from dcpjax.layout import global_position, window_order
@@ -29,12 +29,11 @@ def prefill_attention(
     *,
     scale: float,
     comm_backend: str,
-) -> tuple[Float[Array, "B S H Dv"], Shaped[Array, "pages L k P W"]]:
-    """Write the own keys and values, attend with all queries, and return the own tokens' outputs.
+) -> Float[Array, "B S H Dv"]:
+    """Attend with all queries, and return the merged outputs of this rank's own tokens (float32).
 
     The chunk may start anywhere: which of its tokens a rank owns follows from their positions.
     """
-    pool = write_block(pool, layer, block, own_k, own_v)
     q = gather_tokens(own_q, block)
     out, lse = attend_block(
         q.reshape(-1, *q.shape[2:]), own_k, own_v, pool, layer, block, scale=scale
@@ -42,7 +41,7 @@ def prefill_attention(
     out, lse = (x.reshape(block.rows, block.width, *x.shape[1:]) for x in (out, lse))
     order = _rank_major_order(block)
     out, lse = _take(out, order), _take(lse, order)
-    return MERGES[comm_backend](out, lse, DCP, scatter=1), pool
+    return MERGES[comm_backend](out, lse, DCP, scatter=1)
 
 
 def gather_tokens(own: Float[Array, "B S ..."], block: Block) -> Float[Array, "B width ..."]:

@@ -79,7 +79,15 @@ def _group_queries(q: Array, kv_heads: int) -> Float[Array, "K Q D"]:
 
 
 def _attend_current(
-    queries: Array, k: Array, v: Array, positions: Array, query_positions: Array, rank, *, ranks: int, interleave: int
+    queries: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    query_positions: Array,
+    rank,
+    *,
+    ranks: int,
+    interleave: int,
 ) -> _Running:
     """Attention to the segment's own tokens: those that this rank owns, causally."""
     own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
@@ -112,10 +120,11 @@ def _attend_prior(
     def read_chunk(index: Array, running: _Running) -> _Running:
         ids = lax.dynamic_slice(page_table, (index * chunk_pages,), (chunk_pages,))
         rows = formats.decode(_gather_pages(pages, ids, layer), queries.dtype)
-        visible = index * chunk + jnp.arange(chunk, dtype=held.dtype) < held
+        visible = index.astype(held.dtype) * chunk + jnp.arange(chunk, dtype=held.dtype) < held
         return _attend_rows(running, queries, rows, visible, value_width)
 
-    return lax.fori_loop(0, (held + chunk - 1) // chunk, read_chunk, running)
+    trips = (held + chunk - 1) // chunk
+    return lax.fori_loop(0, trips.astype(jnp.int32), read_chunk, running)
 
 
 def _attend_rows(
@@ -123,14 +132,18 @@ def _attend_rows(
 ) -> _Running:
     """One step of the online softmax. Rows that are not visible may hold anything, NaN included."""
     width = queries.shape[-1]
-    scores = jnp.einsum("kqd,ksd->kqs", queries, rows[..., :width], preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "kqd,ksd->kqs", queries, rows[..., :width], preferred_element_type=jnp.float32
+    )
     scores = jnp.where(visible[None, None, :], scores, -jnp.inf)
     values = rows[..., -value_width:] if rows.shape[-1] > width else rows[..., :value_width]
     values = jnp.where(visible[None, :, None], values, jnp.zeros((), values.dtype))
     highest = jnp.maximum(running.highest, jnp.max(scores, axis=-1))
     exps = jnp.exp(scores - _finite(highest)[..., None])
     keep = jnp.exp(running.highest - _finite(highest))
-    weighted = jnp.einsum("kqs,ksd->kqd", exps.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    weighted = jnp.einsum(
+        "kqs,ksd->kqd", exps.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
     return _Running(
         highest,
         running.total * keep + jnp.sum(exps, axis=-1),

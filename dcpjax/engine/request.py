@@ -10,6 +10,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 4096
 MAX_BIASED_TOKENS = 64
+MAX_STOP_TOKEN_IDS = 60
 
 
 class FinishReason(enum.Enum):
@@ -74,6 +75,11 @@ class SamplingParams:
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
                 f"in [0, {MAX_LOGPROBS}]",
             ),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+                f"at most {MAX_STOP_TOKEN_IDS} ids",
+            ),
             ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
             (
                 "stop",
@@ -83,7 +89,7 @@ class SamplingParams:
         ):
             if not ok:
                 shown = getattr(self, name)
-                if name in ("stop", "logit_bias"):  # may be megabytes
+                if name in ("stop", "stop_token_ids", "logit_bias"):  # may be megabytes
                     shown = len(shown)
                 raise RequestError(f"{name} is {rule}", param=name, got=shown)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -95,13 +101,25 @@ class SamplingParams:
             )
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on the tokens so far."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens are excluded by their probability."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the next token is the plain argmax of the logits, nothing else asked for."""
         return (
             self.temperature == 0
-            and self.repetition_penalty == 1
-            and self.presence_penalty == 0
-            and self.frequency_penalty == 0
+            and not self.has_penalties
             and self.min_tokens == 0
             and not self.logit_bias
             and self.logprobs is None
@@ -186,6 +204,11 @@ class Request:
     def num_uncomputed(self) -> int:
         """Tokens, known or pending, that no dispatched step has computed."""
         return self.num_tokens + self.num_pending - self.num_scheduled
+
+    @property
+    def next_output_index(self) -> int:
+        """Index among the outputs of the token that the latest planned step samples."""
+        return len(self.output_token_ids) + self.num_pending - 1
 
     @property
     def can_continue(self) -> bool:

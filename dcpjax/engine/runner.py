@@ -5,9 +5,9 @@ can be compiled later.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import PoolShape, allocate_pool
 from dcpjax.engine.audit import StepAudit, audit_step
 from dcpjax.engine.sampler import SampledTokens, Sampler
-from dcpjax.engine.scheduler import Segment, StepPlan, StepShapes
+from dcpjax.engine.plan import Segment, StepPlan, StepShapes
 from dcpjax.engine.step import FROM_HOST, StepShape, gather_logits, make_step
 from dcpjax.errors import AuditError
 from dcpjax.mesh import ALL_RANKS
@@ -54,9 +54,7 @@ class Runner:
     ) -> None:
         self._model, self._mesh, self._sharding = model, mesh, sharding
         self._table_width, self._vocab_size = table_width, vocab_size
-        self._shapes = [
-            StepShape(*rows_and_prefill, table_width) for rows_and_prefill in shapes.combinations()
-        ]
+        self._shapes = _step_shapes(shapes, table_width)
         self._max_rows = max(shape.rows for shape in self._shapes)
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
         self._pool = allocate_pool(pool_shape, mesh)
@@ -68,10 +66,17 @@ class Runner:
             jax.sharding.NamedSharding(mesh, PartitionSpec(ALL_RANKS)),
         )
         self._steps: dict[StepShape, Callable] = {}
-        self._gather = gather_logits(mesh, vocab_size)
         self._sampler = Sampler(
-            mesh.devices.flat[0], vocab_size=vocab_size, max_num_seqs=max_num_seqs, seed=seed
+            mesh.devices.flat[0],
+            vocab_size=vocab_size,
+            max_num_seqs=max_num_seqs,
+            max_rows=self._max_rows,
+            seed=seed,
         )
+        self._gather = {
+            shape.rows: gather_logits(mesh, vocab_size, self._sampler.bucket(shape.rows))
+            for shape in self._shapes
+        }
         self.audits: tuple[StepAudit, ...] = ()
 
     @property
@@ -81,6 +86,11 @@ class Runner:
     @property
     def shape_names(self) -> list[str]:
         return [str(shape) for shape in self._shapes]
+
+    def close(self) -> None:
+        """Free the pool. Idempotent."""
+        if not self._pool.is_deleted():
+            self._pool.delete()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile, audit and run every shape; then every form of sampling."""
@@ -95,8 +105,7 @@ class Runner:
                 if progress is not None:
                     progress(f"compile {shape}", count, total)
         self.audits = tuple(audits)
-        for shape in self._shapes:
-            self._warm_up_sampling(shape)
+        self._warm_up_sampling()
 
     def _compile(self, shape: StepShape) -> Callable:
         step = make_step(
@@ -117,39 +126,40 @@ class Runner:
     def _audit(self, shape: StepShape, step: Callable) -> StepAudit:
         """Examine the program, run it with nothing to do, and see that the pool stayed where it was."""
         share = self._pool.addressable_shards[0].data
-        audit = audit_step(
-            step, str(shape), pool_shape=share.shape, pool_dtype=str(share.dtype)
-        )
+        audit = audit_step(step, str(shape), pool_shape=share.shape, pool_dtype=str(share.dtype))
         del share
         before = _addresses(self._pool)
         self._dispatch_forward(shape, self._pack(shape, StepPlan()))
         jax.block_until_ready(self._pool)
         if (after := _addresses(self._pool)) != before:
-            raise AuditError("a step moved the KV pool", step=str(shape), before=before, after=after)
+            raise AuditError(
+                "a step moved the KV pool", step=str(shape), before=before, after=after
+            )
         return audit
 
-    def _warm_up_sampling(self, shape: StepShape) -> None:
-        result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
-        logits = self._whole_logits(result.logits)
-        for tokens in self._sampler.warm_up(logits, self._max_rows):
-            self._previous = jax.device_put(tokens, self._replicated)
+    def _warm_up_sampling(self) -> None:
+        """The sampler's programs, and the way from every step's logits to the next step's tokens."""
+        self._sampler.warm_up()
+        for shape in self._shapes:
+            result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
+            sampled = self._sampler.sample(self._whole_logits(result.logits), {})
+            self._previous = jax.device_put(sampled.ids, self._replicated)
         jax.block_until_ready(self._previous)
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Start a step. Returns at once; the next plan may build on its tokens."""
         shape = self._shape_of(plan)
+        self._sampler.start(plan.started)
         result = self._dispatch_forward(shape, self._pack(shape, plan))
-        segments = _rows(plan, shape)
-        sampling = {row: s.request for row, s in segments if s.samples}
+        sampling = {row: s.request for row, s in _rows(plan, shape) if s.samples}
         if all(request.params.is_greedy for request in sampling.values()):
-            self._previous, tokens = result.tokens, SampledTokens(result.tokens)
+            tokens = SampledTokens(result.tokens, sampling)
+            self._previous = result.tokens
         else:
-            tokens = self._sampler.sample(
-                self._whole_logits(result.logits), sampling, self._max_rows
-            )
+            tokens = self._sampler.sample(self._whole_logits(result.logits), sampling)
             self._previous = jax.device_put(tokens.ids, self._replicated)
         self._previous_rows = {request.request_id: row for row, request in sampling.items()}
-        return Dispatched(plan, tokens.of_rows([row for row, s in segments if s.samples]))
+        return Dispatched(plan, tokens)
 
     def _dispatch_forward(self, shape: StepShape, packed: np.ndarray):
         result = self._steps[shape](
@@ -160,7 +170,7 @@ class Runner:
 
     def _whole_logits(self, logits: Array) -> Array:
         """All logits on the first device."""
-        return self._gather(logits).addressable_shards[0].data
+        return self._gather[logits.shape[0]](logits).addressable_shards[0].data
 
     def _shape_of(self, plan: StepPlan) -> StepShape:
         """The smallest compiled shape that the plan fits into."""
@@ -188,7 +198,9 @@ class Runner:
                 views["sources"][row] = self._previous_rows[segment.request.request_id]
             else:
                 start = self._first_token(shape, row)
-                views["token_ids"][start : start + segment.num_tokens] = _known_tokens(segment)
+                views["token_ids"][start : start + segment.num_tokens] = segment.request.tokens(
+                    segment.start, segment.stop
+                )
         return packed
 
     def _first_token(self, shape: StepShape, row: int) -> int:
@@ -198,20 +210,17 @@ class Runner:
         return shape.decode_rows + (row - shape.decode_rows) * shape.prefill_width
 
 
+def _step_shapes(shapes: StepShapes, table_width: int) -> list[StepShape]:
+    """Decode alone in every size; prompts always beside the most decode rows, which cost little then."""
+    most = max(shapes.decode_rows)
+    decode = [StepShape(rows, 0, 0, table_width) for rows in shapes.decode_rows]
+    return decode + [StepShape(most, rows, width, table_width) for rows, width in shapes.prefill]
+
+
 def _rows(plan: StepPlan, shape: StepShape) -> list[tuple[int, Segment]]:
     """The plan's segments with their rows in the step."""
     decode = list(enumerate(plan.decode))
     return decode + list(enumerate(plan.prefill, start=shape.decode_rows))
-
-
-def _known_tokens(segment: Segment) -> list[int] | tuple[int, ...]:
-    """The segment's token ids, without copying the whole sequence."""
-    request, start = segment.request, segment.start
-    stop, prompt = start + segment.num_tokens, len(request.prompt_token_ids)
-    known = list(request.prompt_token_ids[start:stop])
-    if stop > prompt:
-        known += request.output_token_ids[max(0, start - prompt) : stop - prompt]
-    return known
 
 
 def _addresses(array: Array) -> list[int]:

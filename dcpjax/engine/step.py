@@ -111,7 +111,7 @@ def make_step(
 def _blocks(shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: TokenSharding):
     """The decode block and the prompt block; lengths as uint32, whose division needs no sign handling."""
     parts = ((1, 0, shape.decode_rows), (shape.prefill_width, shape.decode_rows, shape.rows))
-    return [
+    return tuple(
         make_block(
             width,
             inputs["page_tables"][start:stop],
@@ -122,7 +122,7 @@ def _blocks(shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: T
         )
         for width, start, stop in parts
         if stop > start
-    ]
+    )
 
 
 def _token_ids(shape: StepShape, inputs: dict[str, Array], previous: Array) -> Array:
@@ -137,7 +137,9 @@ def _last_tokens(shape: StepShape, inputs: dict[str, Array]) -> Array:
     """Index of each row's last real token among all tokens."""
     decode = jnp.arange(shape.decode_rows, dtype=jnp.int32)
     counts = inputs["num_tokens"][shape.decode_rows :]
-    starts = shape.decode_rows + shape.prefill_width * jnp.arange(shape.prefill_rows, dtype=jnp.int32)
+    starts = shape.decode_rows + shape.prefill_width * jnp.arange(
+        shape.prefill_rows, dtype=jnp.int32
+    )
     return jnp.concatenate([decode, starts + jnp.maximum(counts - 1, 0)])
 
 
@@ -152,7 +154,14 @@ def _most_likely(logits: Float[Array, "R v"], rank: Array, vocab_size: int) -> I
     return jnp.minimum(lax.pmin(candidates, ALL_RANKS), vocab_size - 1)  # NaN logits match nothing
 
 
-def gather_logits(mesh: Mesh, vocab_size: int) -> Callable[[Array], Array]:
-    """Jitted: logits split over the vocabulary to whole ones on every device, padding cut off."""
+def gather_logits(mesh: Mesh, vocab_size: int, rows: int) -> Callable[[Array], Array]:
+    """Jitted: logits split over the vocabulary to [rows, vocab_size] on every device.
+
+    Padding of the vocabulary is cut off, missing rows are zeros.
+    """
     whole = jax.sharding.NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda logits: logits[:, :vocab_size], out_shardings=whole)
+
+    def gather(logits: Array) -> Array:
+        return jnp.pad(logits[:, :vocab_size], ((0, rows - logits.shape[0]), (0, 0)))
+
+    return jax.jit(gather, out_shardings=whole)

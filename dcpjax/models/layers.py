@@ -13,7 +13,13 @@ from dcpjax.config import ModelConfig, RopeScaling
 from dcpjax.mesh import ALL_RANKS
 
 
-def parameter(shape: Sequence[int], axes: Sequence[str | None], dtype: DTypeLike) -> nnx.Param[Array]:
+Angles = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
+"""Cosine and sine of each token's rotary angles, float32."""
+
+
+def parameter(
+    shape: Sequence[int], axes: Sequence[str | None], dtype: DTypeLike
+) -> nnx.Param[Array]:
     """A parameter of this (global, padded) shape; ``axes`` are logical names, see ``mesh.LOGICAL_AXES``."""
     return nnx.Param(jnp.zeros(tuple(shape), dtype), axes=tuple(axes))
 
@@ -46,7 +52,9 @@ class Embedding(nnx.Module):
     def __init__(self, vocab: int, width: int, dtype: DTypeLike) -> None:
         self.weight = parameter((vocab, width), ("vocab", "embed"), dtype)
 
-    def __call__(self, tokens: Integer[Array, " T"], rank: Integer[Array, ""]) -> Float[Array, "T E"]:
+    def __call__(
+        self, tokens: Integer[Array, " T"], rank: Integer[Array, ""]
+    ) -> Float[Array, "T E"]:
         weight = self.weight[...]
         local = tokens - rank * weight.shape[0]
         is_here = (local >= 0) & (local < weight.shape[0])
@@ -57,7 +65,11 @@ class Embedding(nnx.Module):
         """This rank's share of the vocabulary's logits, float32."""
         precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         return jnp.einsum(
-            "re,ve->rv", x, self.weight[...], precision=precision, preferred_element_type=jnp.float32
+            "re,ve->rv",
+            x,
+            self.weight[...],
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
 
 
@@ -94,18 +106,14 @@ def _scale_frequency(frequency: float, scaling: RopeScaling) -> float:
     return frequency * (keep + (1 - keep) / scaling.factor)
 
 
-def rope_angles(
-    positions: Integer[Array, " T"], frequencies: Sequence[float]
-) -> tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]:
+def rope_angles(positions: Integer[Array, " T"], frequencies: Sequence[float]) -> Angles:
     """Cosine and sine of each position's angles, float32."""
     rates = jnp.asarray(frequencies, jnp.float32)
     angles = positions.astype(jnp.float32)[:, None] * rates[None, :]
     return jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
 
 
-def rotate(
-    x: Float[Array, "T h D"], angles: tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
-) -> Float[Array, "T h D"]:
+def rotate(x: Float[Array, "T h D"], angles: Sequence[Array]) -> Float[Array, "T h D"]:
     """Rotary embedding on column pairs (i, i + D/2)."""
     cos, sin = angles
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

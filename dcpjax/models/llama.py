@@ -4,6 +4,7 @@ Parameters are declared with their global, padded shapes and logical axes; at ru
 rank's share. Hidden states are whole on every rank between layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -12,13 +13,14 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Integer, Shaped
 
-from dcpjax.attention.block import Block
-from dcpjax.attention.decode import decode_attention
+from dcpjax.attention.block import Block, split_blocks
+from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
 from dcpjax.config import ModelConfig
 from dcpjax.mesh import ALL_RANKS, TP, HeadLayout, padded
 from dcpjax.models.layers import (
     MLP,
+    Angles,
     Embedding,
     RMSNorm,
     matmul,
@@ -47,6 +49,21 @@ class Sharding:
         return "q_heads" if self.prefill_gather == "none" else "group_q_heads"
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Blocks that are projected together, and this rank's share of their projections.
+
+    By heads: the rank has all tokens, ``q`` [T, h, D] of its own heads. By tokens (one block): the rank
+    has the tokens that it owns, ``q`` [B, S, H, D] of all heads of its group. ``own`` has keys and values
+    [B, S, k, D] of the tokens that the rank keeps, per block.
+    """
+
+    blocks: tuple[Block, ...]
+    by_tokens: bool
+    q: Array
+    own: tuple[tuple[Array, Array], ...]
+
+
 class Attention(nnx.Module):
     """Projections around the attention of :mod:`dcpjax.attention`."""
 
@@ -69,29 +86,76 @@ class Attention(nnx.Module):
         self.scale = config.head_dim**-0.5
         self.sharding = sharding
 
-    def project(
-        self, x: Float[Array, "T E"], angles: tuple[Array, Array]
+    def __call__(
+        self,
+        x: Float[Array, "T E"],
+        angles: Angles,
+        blocks: tuple[Block, ...],
+        pool: Shaped[Array, "pages L k P W"],
+        layer: int,
+    ) -> tuple[Float[Array, "T E"], Shaped[Array, "pages L k P W"]]:
+        """Project, write everything into the pool, then attend.
+
+        All writes of a layer come before its reads: a write between two reads makes XLA copy the pool,
+        even if they touch different pages.
+        """
+        parts = self._project_blocks(x, angles, blocks)
+        for part in parts:
+            for block, (own_k, own_v) in zip(part.blocks, part.own, strict=True):
+                pool = write_block(pool, layer, block, own_k, own_v)
+        return jnp.concatenate([self._attend(part, pool, layer) for part in parts]), pool
+
+    def _project_blocks(self, x: Array, angles: Angles, blocks: tuple[Block, ...]) -> list[_Part]:
+        """All blocks at once; with gathered queries each for itself, by tokens where they split evenly."""
+        if self.sharding.prefill_gather == "none":
+            return [self._project_by_heads(x, angles, blocks)]
+        cos, sin = (split_blocks(angle, blocks) for angle in angles)
+        return [
+            self._project_by_tokens(states, turns, block)
+            if block.sharding.splits(block.width)
+            else self._project_by_heads(states, turns, (block,))
+            for block, states, *turns in zip(blocks, split_blocks(x, blocks), cos, sin, strict=True)
+        ]
+
+    def _project_by_heads(
+        self, x: Array, angles: Sequence[Array], blocks: tuple[Block, ...]
+    ) -> _Part:
+        q, k, v = self._project(x, angles)
+        own = tuple(
+            (block.take_own(keys), block.take_own(values))
+            for block, keys, values in zip(
+                blocks, split_blocks(k, blocks), split_blocks(v, blocks), strict=True
+            )
+        )
+        return _Part(blocks, False, q, own)
+
+    def _project_by_tokens(self, x: Array, angles: Sequence[Array], block: Block) -> _Part:
+        own = block.take_own(x)
+        turns = [block.take_own(angle).reshape(-1, 1, angle.shape[-1]) for angle in angles]
+        q, k, v = self._project(own.reshape(-1, x.shape[-1]), turns)
+        q, k, v = (part.reshape(*own.shape[:2], *part.shape[1:]) for part in (q, k, v))
+        return _Part((block,), True, q, ((k, v),))
+
+    def _project(
+        self, x: Float[Array, "T E"], angles: Sequence[Array]
     ) -> tuple[Float[Array, "T h D"], Float[Array, "T k D"], Float[Array, "T k D"]]:
         """Queries, keys and values of this rank's heads, rotated."""
         q, k, v = (matmul(x, weight[...]) for weight in (self.q, self.k, self.v))
         if self.has_bias:
-            q, k, v = q + self.q_bias[...][None], k + self.k_bias[...][None], v + self.v_bias[...][None]
+            biases = (self.q_bias, self.k_bias, self.v_bias)
+            q, k, v = (y + bias[...][None] for y, bias in zip((q, k, v), biases, strict=True))
         if self.has_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, angles), rotate(k, angles), v
 
-    def by_heads(
-        self, x: Float[Array, "T E"], angles: tuple[Array, Array], blocks: list[Block], pool: Array, layer: int
-    ) -> tuple[Float[Array, "T E"], Array]:
-        """Every rank has all tokens, its share of the heads; blocks one after the other."""
-        q, k, v = self.project(x, angles)
-        outs, start = [], 0
-        for block in blocks:
-            part = slice(start, start := start + block.rows * block.width)
-            out, pool = decode_attention(
-                q[part],
-                k[part],
-                v[part],
+    def _attend(self, part: _Part, pool: Array, layer: int) -> Float[Array, "T E"]:
+        """Attention and output projection of one part; whole on every rank."""
+        if part.by_tokens:
+            return self._attend_by_tokens(part, pool, layer)
+        outs = [
+            decode_attention(
+                q,
+                *own,
                 pool,
                 layer,
                 block,
@@ -99,30 +163,28 @@ class Attention(nnx.Module):
                 comm_backend=self.sharding.comm_backend,
                 heads_gathered=self.sharding.prefill_gather != "none",
             )
-            outs.append(out.astype(x.dtype))
-        out = jnp.concatenate(outs).reshape(x.shape[0], -1)
-        return lax.psum(matmul(out, self._output_rows(blocks[0])), ALL_RANKS), pool
+            for q, own, block in zip(
+                split_blocks(part.q, part.blocks), part.own, part.blocks, strict=True
+            )
+        ]
+        out = jnp.concatenate(outs).astype(part.q.dtype)
+        weight = self._output_rows(part.blocks[0].rank)
+        return lax.psum(matmul(out.reshape(out.shape[0], -1), weight), ALL_RANKS)
 
-    def _output_rows(self, block: Block) -> Float[Array, "hD E"]:
+    def _output_rows(self, rank: Array) -> Float[Array, "hD E"]:
         """The output projection's rows of this rank's heads."""
         rows = self.o[...].reshape(-1, self.o.shape[-1])
         if self.sharding.q_axis == "q_heads":
             return rows
         share = rows.shape[0] // self.sharding.heads.dcp
-        return lax.dynamic_slice_in_dim(rows, block.rank.astype(jnp.int32) * share, share)
+        return lax.dynamic_slice_in_dim(rows, rank.astype(jnp.int32) * share, share)
 
-    def by_tokens(
-        self, x: Float[Array, "T E"], angles: tuple[Array, Array], block: Block, pool: Array, layer: int
-    ) -> tuple[Float[Array, "T E"], Array]:
-        """Every rank has all heads of its group, its share of the block's tokens."""
-        own = block.take_own(x)
-        own_angles = tuple(block.take_own(angle).reshape(-1, 1, angle.shape[-1]) for angle in angles)
-        q, k, v = self.project(own.reshape(-1, own.shape[-1]), own_angles)
-        by_segment = lambda values: values.reshape(*own.shape[:2], *values.shape[1:])  # noqa: E731
-        out, pool = prefill_attention(
-            by_segment(q),
-            by_segment(k),
-            by_segment(v),
+    def _attend_by_tokens(self, part: _Part, pool: Array, layer: int) -> Float[Array, "T E"]:
+        block, ((own_k, own_v),) = part.blocks[0], part.own
+        out = prefill_attention(
+            part.q,
+            own_k,
+            own_v,
             pool,
             layer,
             block,
@@ -130,25 +192,9 @@ class Attention(nnx.Module):
             comm_backend=self.sharding.comm_backend,
         )
         rows = self.o[...].reshape(-1, self.o.shape[-1])
-        projected = matmul(out.astype(x.dtype).reshape(-1, rows.shape[0]), rows)
-        return gather_tokens(by_segment(lax.psum(projected, TP)), block).reshape(x.shape), pool
-
-    def __call__(
-        self, x: Float[Array, "T E"], angles: tuple[Array, Array], blocks: list[Block], pool: Array, layer: int
-    ) -> tuple[Float[Array, "T E"], Array]:
-        """Attention of all blocks; those whose tokens split evenly over the ranks go by tokens if so set."""
-        if self.sharding.prefill_gather == "none":
-            return self.by_heads(x, angles, blocks, pool, layer)
-        outs, start = [], 0
-        for block in blocks:
-            part = slice(start, start := start + block.rows * block.width)
-            here = tuple(angle[part] for angle in angles)
-            if block.sharding.splits(block.width):
-                out, pool = self.by_tokens(x[part], here, block, pool, layer)
-            else:
-                out, pool = self.by_heads(x[part], here, [block], pool, layer)
-            outs.append(out)
-        return jnp.concatenate(outs), pool
+        projected = lax.psum(matmul(out.astype(part.q.dtype).reshape(-1, rows.shape[0]), rows), TP)
+        whole = gather_tokens(projected.reshape(*part.q.shape[:2], -1), block)
+        return whole.reshape(-1, rows.shape[-1])
 
 
 class DecoderLayer(nnx.Module):
@@ -160,7 +206,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config.hidden_size, inner, dtype)
 
     def __call__(
-        self, x: Float[Array, "T E"], angles: tuple[Array, Array], blocks: list[Block], pool: Array, layer: int
+        self, x: Array, angles: Angles, blocks: tuple[Block, ...], pool: Array, layer: int
     ) -> tuple[Float[Array, "T E"], Array]:
         attended, pool = self.attention(self.attention_norm(x), angles, blocks, pool, layer)
         x = x + attended
@@ -173,7 +219,9 @@ class Llama(nnx.Module):
     def __init__(self, config: ModelConfig, sharding: Sharding, dtype: DTypeLike) -> None:
         vocab = padded(config.vocab_size, sharding.ranks)
         self.embedding = Embedding(vocab, config.hidden_size, dtype)
-        self.layers = nnx.List(DecoderLayer(config, sharding, dtype) for _ in range(config.num_layers))
+        self.layers = nnx.List(
+            DecoderLayer(config, sharding, dtype) for _ in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:
             self.head = Embedding(vocab, config.hidden_size, dtype)
@@ -183,13 +231,15 @@ class Llama(nnx.Module):
     def hidden_states(
         self,
         tokens: Integer[Array, " T"],
-        blocks: list[Block],
+        blocks: tuple[Block, ...],
         pool: Shaped[Array, "pages L k P W"],
         rank: Integer[Array, ""],
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "pages L k P W"]]:
         """Run all layers over the tokens of all blocks; their keys and values go into the pool."""
         x = self.embedding(tokens, rank)
-        angles = rope_angles(jnp.concatenate([block.positions for block in blocks]), self.frequencies)
+        angles = rope_angles(
+            jnp.concatenate([block.positions for block in blocks]), self.frequencies
+        )
         for index, layer in enumerate(self.layers):
             x, pool = layer(x, angles, blocks, pool, index)
         return x, pool
@@ -198,6 +248,3 @@ class Llama(nnx.Module):
         """This rank's share of the vocabulary's logits, float32."""
         head = self.embedding if self.is_tied else self.head
         return head.logits(self.norm(x))
-
-
-

@@ -126,7 +126,9 @@ def _pad(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Zeros at the end of each axis, up to ``shape``."""
     if tensor.shape == shape:
         return tensor
-    return np.pad(tensor, [(0, full - have) for have, full in zip(tensor.shape, shape, strict=True)])
+    return np.pad(
+        tensor, [(0, full - have) for have, full in zip(tensor.shape, shape, strict=True)]
+    )
 
 
 def random_weights(checkpoint: Checkpoint, seed: int) -> Checkpoint:

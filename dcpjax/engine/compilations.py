@@ -1,0 +1,39 @@
+"""Counts compilations that nobody expected. JAX reports them per process, so this is per process too."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import jax
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class CompilationCounter:
+    """Compilations outside of :meth:`expected` blocks, in any thread, since it was made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._expecting = 0
+        self.unexpected = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    @contextlib.contextmanager
+    def expected(self) -> Iterator[None]:
+        """Compilations inside are part of a warm-up."""
+        with self._lock:
+            self._expecting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._expecting -= 1
+
+    def _on_event(self, event: str, duration: float, **_: object) -> None:
+        if event == _COMPILED:
+            with self._lock:
+                self.unexpected += not self._expecting
+
+
+COMPILATIONS = CompilationCounter()
+"""The process's counter: JAX's listeners cannot be taken back, so there is one."""

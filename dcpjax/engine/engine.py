@@ -1,0 +1,248 @@
+"""The engine: one thread, one step at a time, one step of look-ahead. Token ids in, token ids out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from dcpjax.attention.block import TokenSharding
+from dcpjax.cache.pool import PoolShape
+from dcpjax.cache.prefix import PagePool
+from dcpjax.config import EngineConfig
+from dcpjax.engine.capacity import choose_num_pages
+from dcpjax.engine.compilations import COMPILATIONS
+from dcpjax.engine.plan import Drain, StepShapes
+from dcpjax.engine.request import Request, TokenOutput
+from dcpjax.engine.runner import Dispatched, Runner
+from dcpjax.engine.scheduler import Scheduler
+from dcpjax.errors import ConfigError, RequestError
+from dcpjax.mesh import HeadLayout, decode_mesh, find_devices
+from dcpjax.models.checkpoint import Checkpoint
+from dcpjax.models.llama import Sharding
+from dcpjax.models.weights import place_model, random_weights
+
+Progress = Callable[[str, int, int], None]
+
+
+class Engine:
+    """A model, its KV pool and the requests that it works on.
+
+    Construction loads the weights and compiles every shape; ``progress(what, done, total)`` hears of it.
+    """
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, *, progress: Progress | None = None
+    ) -> None:
+        self.config, self.model_config = config, checkpoint.config
+        platform = None if config.device == "auto" else config.device
+        devices = find_devices(config.tensor_parallel_size, platform)
+        self._mesh = decode_mesh(devices, config.decode_context_parallel_size)
+        self.dtype = _value_dtype(config.dtype, devices[0].platform, checkpoint.dtype)
+        heads = HeadLayout(
+            self.model_config.num_heads,
+            self.model_config.num_kv_heads,
+            config.head_groups,
+            config.decode_context_parallel_size,
+        )
+        self.max_model_len = _max_model_len(config, self.model_config.max_position_embeddings)
+        self.pool_shape = self._choose_pool(heads)
+        self._scheduler, shapes = self._make_scheduler()
+        with COMPILATIONS.expected():
+            self._runner = self._make_runner(checkpoint, heads, shapes, progress)
+            self._runner.warm_up(progress)
+        self._unexpected_before = COMPILATIONS.unexpected
+        self._in_flight: Dispatched | None = None
+        self._num_steps = 0
+
+    def _choose_pool(self, heads: HeadLayout) -> PoolShape:
+        config, model = self.config, self.model_config
+        dtype = config.kv_cache_dtype
+        shape = PoolShape(
+            num_pages=1,
+            num_layers=model.num_layers,
+            num_heads=heads.groups * heads.group_kv_heads,
+            page_size=config.block_size,
+            width=2 * model.head_dim,
+            dtype=self.dtype if dtype == "auto" else jnp.dtype(dtype),
+        )
+        return choose_num_pages(shape, config, self.max_model_len, self._mesh)
+
+    def _make_scheduler(self) -> tuple[Scheduler, StepShapes]:
+        config = self.config
+        # One-row products of 16-bit values are eight times slower than two-row ones on XLA:CPU.
+        least = 2 if self.dtype == jnp.bfloat16 else 1
+        shapes = StepShapes(
+            decode_rows=decode_buckets(least, config.max_num_seqs),
+            prefill=prefill_buckets(config),
+        )
+        pool = PagePool(self.pool_shape.num_pages, config.virtual_page_size)
+        scheduler = Scheduler(
+            pool,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            shapes=shapes,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._pages = pool
+        return scheduler, shapes
+
+    def _make_runner(
+        self,
+        checkpoint: Checkpoint,
+        heads: HeadLayout,
+        shapes: StepShapes,
+        progress: Progress | None,
+    ) -> Runner:
+        config = self.config
+        if config.load_format == "dummy":
+            checkpoint = random_weights(checkpoint, config.seed)
+        layout = Sharding(heads, config.dcp_comm_backend, config.prefill_gather)
+        return Runner(
+            place_model(checkpoint, layout, self._mesh, self.dtype, progress),
+            self._mesh,
+            self.pool_shape,
+            TokenSharding(
+                ranks=config.decode_context_parallel_size,
+                interleave=config.cp_kv_cache_interleave_size,
+                page_size=config.block_size,
+                scratch_page=self.pool_shape.scratch_page,
+            ),
+            shapes,
+            table_width=-(-self.max_model_len // config.virtual_page_size),
+            vocab_size=self.model_config.vocab_size,
+            max_num_seqs=config.max_num_seqs,
+            seed=config.seed,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it names tokens that the model does not have, or an id that is in use.
+            ContextLengthError: it does not fit.
+        """
+        _check_tokens(request, self.model_config.vocab_size)
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at any moment; its ABORT output comes with the next step."""
+        self._scheduler.abort(request_id)
+
+    def step(self) -> list[TokenOutput]:
+        """Dispatch the next step, then wait for the one before and commit its tokens."""
+        plan = self._scheduler.schedule()
+        previous, self._in_flight = self._in_flight, None
+        if plan is not None and not isinstance(plan, Drain):
+            self._in_flight = self._runner.dispatch(plan)
+            self._num_steps += 1
+        if previous is None:
+            return self._scheduler.take_aborted()
+        return self._scheduler.commit(previous.plan, *previous.tokens.wait())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their pages."""
+        self._pages.reset()
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges, counters since the start, and what the memory of the arrays says."""
+        stats, audits = self._scheduler.stats(), self._runner.audits
+        shares = [shard.data.nbytes for shard in self._runner.pool.addressable_shards]
+        return {
+            "num_requests_running": stats.num_running,
+            "num_requests_waiting": stats.num_waiting,
+            "num_preemptions": stats.num_preemptions,
+            "kv_cache_usage": stats.page_usage,
+            "num_pages": self.pool_shape.num_pages,
+            "block_size": self.config.block_size,
+            "prefix_cache_queries": stats.num_prefix_queries,
+            "prefix_cache_hits": stats.num_prefix_hits,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "generation_tokens": stats.num_generation_tokens,
+            "steps": self._num_steps,
+            "compilations_after_warmup": COMPILATIONS.unexpected - self._unexpected_before,
+            "compiled_shapes": self._runner.shape_names,
+            "kv_bytes_per_rank": max(shares),
+            "kv_tokens_capacity": self.pool_shape.num_pages * self.config.virtual_page_size,
+            "acceptance_length": 1.0,
+            "mesh": dict(self._mesh.shape),
+            "cp_kv_cache_interleave_size": self.config.cp_kv_cache_interleave_size,
+            "audit": {
+                "steps": len(audits),
+                "temporary_bytes": max(audit.temporary_bytes for audit in audits),
+            },
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that pages and slots belong to running requests and nobody else."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Wait for the step in flight and free the pool. Idempotent."""
+        if self._in_flight is not None:
+            self._in_flight.tokens.wait()
+            self._in_flight = None
+        self._runner.close()
+
+
+def decode_buckets(least: int, most: int) -> tuple[int, ...]:
+    """Numbers of decode rows that are compiled: powers of two from ``least``, and ``most``."""
+    sizes = [least]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, max(most, least)) if sizes[-1] < most else tuple(sizes)
+
+
+def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, width) of the prompt blocks: one chunk as long as allowed, short ones, several short ones.
+
+    Widths are multiples of ranks · interleave, so that every window holds as many tokens of each rank.
+    """
+    cycle = config.decode_context_parallel_size * config.cp_kv_cache_interleave_size
+
+    def whole(width: int) -> int:
+        return max(cycle, width // cycle * cycle)
+
+    longest = whole(config.max_num_batched_tokens)
+    short = whole(min(64, longest))
+    several = min(4, config.max_num_seqs, longest // short)
+    return tuple(dict.fromkeys([(1, short), (max(1, several), short), (1, longest)]))
+
+
+def _value_dtype(name: str, platform: str, stored: str) -> jnp.dtype:
+    """The type of weights and activations; "auto" is float32 on CPU and the checkpoint's elsewhere."""
+    if name == "auto":
+        is_wide = platform == "cpu" or stored == "float32"
+        return jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16)
+    return jnp.dtype(name)
+
+
+def _max_model_len(config: EngineConfig, trained: int) -> int:
+    if config.max_model_len is None:
+        return trained
+    if config.max_model_len > trained:
+        raise ConfigError(
+            "max_model_len is at most the context length that the model was made for",
+            max_model_len=config.max_model_len,
+            max_position_embeddings=trained,
+        )
+    return config.max_model_len
+
+
+def _check_tokens(request: Request, vocab_size: int) -> None:
+    named = {
+        "prompt": request.prompt_token_ids,
+        "stop_token_ids": request.params.stop_token_ids,
+        "logit_bias": [token for token, _ in request.params.logit_bias],
+    }
+    for param, tokens in named.items():
+        if tokens and not (0 <= min(tokens) and max(tokens) < vocab_size):
+            raise RequestError(
+                f"token ids in {param} are in [0, {vocab_size})",
+                param=param,
+                lowest=min(tokens),
+                highest=max(tokens),
+            )

@@ -1,0 +1,203 @@
+"""The host side of sampling: requests to arrays of parameters, and tokens on the device to tokens here.
+
+Runs on one device. Steps whose rows are all greedy never come here: the step itself has their tokens.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from dcpjax.engine.request import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, Request, TokenLogprobs
+from dcpjax.sampling import (
+    SampleResult,
+    SamplingInputs,
+    SamplingState,
+    init_state,
+    reset_rows,
+    sample,
+)
+
+_BIAS_WIDTH = MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS + 4  # and a few end-of-sequence ids
+_NO_TOKEN = -1
+_ROW_BUCKETS = (1, 4)
+"""Rows that sampling is compiled for, beside the most that a step has."""
+_FORMS = ((False, False), (True, False), (True, True))
+"""(with_filters, with_logprobs) that are compiled."""
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Tokens of one step on the device; ``ids`` has one entry per row of the step, and padding."""
+
+    ids: Array
+    rows: Mapping[int, Request]
+    details: SampleResult | None = None
+
+    def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
+        """Tokens, and log-probabilities where asked for, of each sampling row in order."""
+        ids = np.asarray(self.ids)
+        tokens = [[int(ids[row])] for row in self.rows]
+        if self.details is None:
+            return tokens, [[] for _ in tokens]
+        details = SampleResult(*(np.asarray(value) for value in self.details))
+        return tokens, [
+            [] if request.params.logprobs is None else [_token_logprobs(details, row, request)]
+            for row, request in self.rows.items()
+        ]
+
+
+def _token_logprobs(details: SampleResult, row: int, request: Request) -> TokenLogprobs:
+    wanted = request.params.logprobs or 0
+    top = zip(
+        details.top_ids[row, :wanted].tolist(),
+        details.top_logprobs[row, :wanted].tolist(),
+        strict=True,
+    )
+    return TokenLogprobs(
+        token_id=int(details.tokens[row]),
+        logprob=float(details.logprobs[row]),
+        rank=int(details.ranks[row]),
+        top=tuple(pair for pair in top if pair[0] != _NO_TOKEN),
+    )
+
+
+class Sampler:
+    """Owns the per-sequence sampling state of one engine.
+
+    Args:
+        device: where logits arrive and tokens are chosen.
+        seed: requests without a seed of their own derive one from this and their id.
+    """
+
+    def __init__(
+        self, device: jax.Device, *, vocab_size: int, max_num_seqs: int, max_rows: int, seed: int
+    ) -> None:
+        self._device, self._seed, self._vocab_size = device, seed, vocab_size
+        self._max_rows, self._no_slot = max_rows, max_num_seqs
+        self._state: SamplingState = jax.jit(
+            partial(init_state, max_num_seqs, vocab_size),
+            out_shardings=jax.sharding.SingleDeviceSharding(device),
+        )()
+        self._reset = jax.jit(reset_rows, donate_argnums=0)
+        self._programs: dict[tuple[bool, bool], Callable] = {
+            form: jax.jit(partial(_sample_padded, form=form, max_rows=max_rows), donate_argnums=2)
+            for form in _FORMS
+        }
+
+    def bucket(self, rows: int) -> int:
+        """Rows that logits of ``rows`` rows are padded to: few, since sampling takes long to compile."""
+        return min(size for size in (*_ROW_BUCKETS, self._max_rows) if size >= rows)
+
+    def warm_up(self) -> None:
+        """Compile every form for every number of rows."""
+        for rows in sorted({self.bucket(rows) for rows in range(1, self._max_rows + 1)}):
+            logits = jax.device_put(np.zeros((rows, self._vocab_size), np.float32), self._device)
+            inputs = self._inputs({}, rows)
+            for program in self._programs.values():
+                _, _, self._state = program(logits, inputs, self._state)
+        self._reset_rows([])
+
+    def start(self, requests: Iterable[Request]) -> None:
+        """Begin the counts of requests that got their slot, as far as they need them."""
+        needing = [request for request in requests if request.params.has_penalties]
+        if needing:
+            self._reset_rows(needing)
+
+    def _reset_rows(self, requests: Sequence[Request]) -> None:
+        """One request at a time, so that one shape is compiled; none resets the spare row."""
+        rows = [(r.slot, r.output_token_ids, r.prompt_token_ids) for r in requests]
+        for slot, outputs, prompt in rows or [(self._no_slot, [], ())]:
+            counts = np.bincount(np.asarray(outputs, np.int64), minlength=self._vocab_size)
+            in_prompt = np.zeros((1, self._vocab_size), bool)
+            in_prompt[0, list(prompt)] = True
+            self._state = self._reset(
+                self._state, np.asarray([slot], np.int32), counts[None].astype(np.int32), in_prompt
+            )
+
+    def sample(self, logits: Array, rows: Mapping[int, Request]) -> SampledTokens:
+        """Choose tokens for these rows of ``logits`` [rows, V]; returns at once."""
+        params = [request.params for request in rows.values()]
+        with_logprobs = any(p.logprobs is not None for p in params)
+        with_filters = with_logprobs or any(p.has_filters for p in params)
+        program = self._programs[with_filters, with_logprobs]
+        inputs = self._inputs(rows, logits.shape[0])
+        ids, result, self._state = program(logits, inputs, self._state)
+        return SampledTokens(ids, rows, result if with_logprobs else None)
+
+    def _inputs(self, rows: Mapping[int, Request], num_rows: int) -> SamplingInputs:
+        """Parameters of all rows; those that do not sample are greedy and count in the spare row."""
+        inputs = SamplingInputs(
+            temperature=np.zeros(num_rows, np.float32),
+            top_k=np.zeros(num_rows, np.int32),
+            top_p=np.ones(num_rows, np.float32),
+            min_p=np.zeros(num_rows, np.float32),
+            repetition_penalty=np.ones(num_rows, np.float32),
+            presence_penalty=np.zeros(num_rows, np.float32),
+            frequency_penalty=np.zeros(num_rows, np.float32),
+            seed=np.zeros((num_rows, 2), np.uint32),
+            counter=np.zeros(num_rows, np.int32),
+            slot=np.full(num_rows, self._no_slot, np.int32),
+            bias_ids=np.full((num_rows, _BIAS_WIDTH), _NO_TOKEN, np.int32),
+            bias_values=np.zeros((num_rows, _BIAS_WIDTH), np.float32),
+        )
+        for row, request in rows.items():
+            self._fill(inputs, row, request)
+        return jax.device_put(inputs, self._device)
+
+    def _fill(self, inputs: SamplingInputs, row: int, request: Request) -> None:
+        params = request.params
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            getattr(inputs, name)[row] = getattr(params, name)
+        inputs.seed[row] = self._seed_words(request)
+        inputs.counter[row] = request.next_output_index
+        inputs.slot[row] = request.slot
+        for place, (token, value) in enumerate(_biases(request)):
+            inputs.bias_ids[row, place] = token
+            inputs.bias_values[row, place] = value
+
+    def _seed_words(self, request: Request) -> np.ndarray:
+        """64 bits: of the request's own seed, else of the engine's seed and the request's id."""
+        own = request.params.seed
+        name = f"request {own}" if own is not None else f"engine {self._seed} {request.request_id}"
+        return np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint32)
+
+
+def _biases(request: Request) -> list[tuple[int, float]]:
+    """The request's logit biases; before ``min_tokens`` the tokens that would end it are banned."""
+    params = request.params
+    biases = list(params.logit_bias)
+    if request.next_output_index < params.min_tokens:
+        endings = {*request.eos_token_ids, *params.stop_token_ids}
+        biases = [pair for pair in biases if pair[0] not in endings]
+        biases += [(token, -np.inf) for token in sorted(endings)]
+    return biases
+
+
+def _sample_padded(
+    logits: Array,
+    inputs: SamplingInputs,
+    state: SamplingState,
+    *,
+    form: tuple[bool, bool],
+    max_rows: int,
+) -> tuple[Array, SampleResult, SamplingState]:
+    """``sample``, and its tokens padded to the length that steps take."""
+    with_filters, with_logprobs = form
+    result, state = sample(
+        logits, inputs, state, with_filters=with_filters, with_logprobs=with_logprobs
+    )
+    return jnp.pad(result.tokens, (0, max_rows - logits.shape[0])), result, state
