@@ -50,7 +50,7 @@ def documented_local_filled(length, rank, ranks, interleave, block_size):
     remaining = length - length // vblock * vblock
     filled += remaining // stride * interleave
     leftover = remaining - remaining // stride * stride
-    return filled + min(max(leftover - rank * interleave, 0), interleave)
+    return filled + np.minimum(np.maximum(leftover - rank * interleave, 0), interleave)
 
 
 def documented_active_mask(length, rank, ranks, interleave, block_size):
@@ -60,29 +60,23 @@ def documented_active_mask(length, rank, ranks, interleave, block_size):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_documented_masks_agree(shape):
-    ranks, interleave, _ = shape
-    split = {"ranks": ranks, "interleave": interleave}
-    for length in range(5 * ranks * shape[2]):
-        for rank in range(ranks):
-            assert local_filled(length, rank, **split) == documented_local_filled(
-                length, rank, *shape
-            )
-            assert active_mask(length, rank, **split) == documented_active_mask(
-                length, rank, *shape
-            )
+    split = {"ranks": shape[0], "interleave": shape[1]}
+    lengths = np.arange(5 * shape[0] * shape[2])
+    for rank in range(shape[0]):
+        filled, active = local_filled(lengths, rank, **split), active_mask(lengths, rank, **split)
+        np.testing.assert_array_equal(filled, documented_local_filled(lengths, rank, *shape))
+        np.testing.assert_array_equal(active, documented_active_mask(lengths, rank, *shape))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_active_token_counts_once_and_then_is_prior(shape):
     split = {"ranks": shape[0], "interleave": shape[1]}
-    for length in range(3 * shape[0] * shape[2]):
-        active = [active_mask(length, rank, **split) for rank in range(shape[0])]
-        assert sum(active) == 1
-        now, then = (
-            [local_filled(n, rank, **split) for rank in range(shape[0])]
-            for n in (length, length + 1)
-        )
-        assert [after - before for before, after in zip(now, then, strict=True)] == active
+    lengths, ranks = np.arange(3 * shape[0] * shape[2]), range(shape[0])
+    active = np.stack([active_mask(lengths, rank, **split) for rank in ranks])
+    np.testing.assert_array_equal(active.sum(axis=0), 1)
+    before = np.stack([local_filled(lengths, rank, **split) for rank in ranks])
+    after = np.stack([local_filled(lengths + 1, rank, **split) for rank in ranks])
+    np.testing.assert_array_equal(after - before, active)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
