@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from dcpjax.errors import LayoutError
 from dcpjax.layout import zigzag_chunks
 
-EDGES = [(t, n) for n in (1, 2, 3, 8) for t in sorted({0, 1, n - 1, n, 2 * n - 1, 2 * n, 2 * n + 1})]
+EDGES = [
+    (t, n) for n in (1, 2, 3, 8) for t in sorted({0, 1, n - 1, n, 2 * n - 1, 2 * n, 2 * n + 1})
+]
 sizes = st.tuples(st.integers(0, 300), st.integers(1, 12)) | st.sampled_from(EDGES)
 
 

@@ -53,7 +53,10 @@ def test_decode_groups_share_heads_and_deal_tokens(deal, tp, dcp):
     placement = KVPlacement.decode(tp, dcp, **SHARDED)
     holders = deal(NUM_TOKENS, dcp, 2)[:, 0]
     for group in decode_groups(tp, dcp):
-        assert len({(placement.shares[r].head_start, placement.shares[r].head_stop) for r in group}) == 1
+        assert (
+            len({(placement.shares[r].head_start, placement.shares[r].head_stop) for r in group})
+            == 1
+        )
         for token_rank, rank in enumerate(group):
             held = placement.holds(rank, *everything()).any(axis=(0, 1))
             np.testing.assert_array_equal(held, holders == token_rank)
@@ -69,7 +72,10 @@ def test_prefill_groups_share_tokens_or_heads(deal, tp, dcp):
             held = placement.holds(rank, *everything()).any(axis=(0, 1))
             np.testing.assert_array_equal(held, holders == token_rank)
     for group in same_heads:
-        assert len({(placement.shares[r].head_start, placement.shares[r].head_stop) for r in group}) == 1
+        assert (
+            len({(placement.shares[r].head_start, placement.shares[r].head_stop) for r in group})
+            == 1
+        )
 
 
 def test_decode_and_prefill_differ_in_the_order_of_ranks_only():
@@ -108,7 +114,14 @@ def test_holds_takes_ints_and_arrays():
     assert placement.holds(0, 0, 0, 0) is True
     assert placement.holds(0, 5, 0, 0) is False, "there is no layer 5"
     assert placement.holds(0, 0, 4, 0) is False, "there is no head 4"
-    assert placement.holds(1, 0, 0, np.arange(6)).tolist() == [False, False, True, True, False, False]
+    assert placement.holds(1, 0, 0, np.arange(6)).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
