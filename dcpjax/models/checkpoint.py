@@ -1,0 +1,88 @@
+"""Open a checkpoint, whatever its form, as a config and named tensors in Hugging Face's order.
+
+Sources: a Hugging Face folder, a GGUF file, a name of the catalog. Nothing is read until asked for,
+everything is checked before: what opens has exactly the tensors of its model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dcpjax.config import ModelConfig
+from dcpjax.errors import CheckpointError
+from dcpjax.models import catalog, gguf, huggingface, safetensors_files
+from dcpjax.models.tensors import Shapes, StoredTensors, check_tensors
+from dcpjax.models.tensors import expected_tensors as expected_tensors
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk.
+
+    ``shapes`` has the names of :func:`expected_tensors`; ``read`` and ``dtype`` are those of
+    :class:`StoredTensors`. ``path`` is the folder or file, where the tokenizer is found as well.
+    """
+
+    config: ModelConfig
+    shapes: Shapes
+    read: Callable[[str], np.ndarray]
+    dtype: str
+    path: Path
+
+
+def locate_checkpoint(model: str, progress: catalog.Progress | None = None) -> Path:
+    """The folder or .gguf file that ``model`` means; a known name is brought when missing.
+
+    Raises:
+        CheckpointError: there is no such folder, file or name.
+    """
+    if model in catalog.known_models():
+        return catalog.bring_model(model, progress)
+    path = Path(model)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    raise CheckpointError(
+        "the model is a folder, a .gguf file or a known name",
+        model=model,
+        known=sorted(catalog.known_models()),
+    )
+
+
+def open_checkpoint(
+    model: str, *, weights: bool = True, progress: catalog.Progress | None = None
+) -> Checkpoint:
+    """Open ``model`` and check that it has the tensors that its config asks for.
+
+    Args:
+        weights: False opens the config alone (random weights); ``read`` then raises.
+        progress: told how the download of a known name goes.
+
+    Raises:
+        CheckpointError: the model is missing, broken or not understood.
+    """
+    path = locate_checkpoint(model, progress)
+    is_folder = path.is_dir()
+    config, dtype = huggingface.read_config(path) if is_folder else gguf.read_config(path)
+    if not weights:
+        return Checkpoint(config, expected_tensors(config), _refuse_to_read, dtype, path)
+    stored = safetensors_files.open_tensors(path) if is_folder else gguf.open_tensors(path, config)
+    check_tensors(stored.shapes, config)
+    shapes = expected_tensors(config)
+    return Checkpoint(config, shapes, _limited_to(stored, shapes), stored.dtype, path)
+
+
+def _refuse_to_read(name: str) -> np.ndarray:
+    raise CheckpointError("the checkpoint was opened without its weights", tensor=name)
+
+
+def _limited_to(stored: StoredTensors, shapes: Shapes) -> Callable[[str], np.ndarray]:
+    """``stored.read`` for the model's tensors alone, so that no one reads a harmless extra."""
+
+    def read(name: str) -> np.ndarray:
+        if name not in shapes:
+            raise CheckpointError("the model has no such tensor", tensor=name)
+        return stored.read(name)
+
+    return read

@@ -1,0 +1,142 @@
+"""Chat templates: messages to a prompt, by the checkpoint's own jinja2 source in a sandbox."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dcpjax.errors import CheckpointError, RequestError
+
+# What a template's own expressions can raise, beside jinja2's errors: wrong types and keys of the
+# messages, the sandbox's range limit (OverflowError, an ArithmeticError), recursion of macros.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A compiled template and the special tokens that it may name, such as ``bos_token``."""
+
+    template: jinja2.Template
+    special_tokens: Mapping[str, str]
+
+    @classmethod
+    def compile(cls, source: str, special_tokens: Mapping[str, str]) -> "ChatTemplate":
+        """Raises CheckpointError when the source is no valid template."""
+        try:
+            return cls(_environment().from_string(source), special_tokens)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                "the chat template is valid jinja2", line=error.lineno, found=error.message
+            ) from error
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
+    ) -> str:
+        """The prompt of ``messages``; ``variables`` are handed to the template.
+
+        Raises:
+            RequestError: a message is malformed or the template refuses or fails on it.
+        """
+        plain = [_with_plain_content(message) for message in messages]
+        known = {
+            **self.special_tokens,
+            "tools": None,
+            "documents": None,
+            **variables,
+            "messages": plain,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self.template.render(known)
+        except _TEMPLATE_FAILURES as error:
+            raise RequestError(
+                "the chat template cannot render these messages",
+                param="messages",
+                code="chat_template_error",
+                reason=str(error),
+            ) from error
+
+
+def _with_plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its content as one string (or None): text parts are joined as they are."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(
+            "a message is an object with a role",
+            param="messages",
+            code="invalid_message",
+            got=type(message).__name__,
+        )
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        content = "".join(_text_of_part(part) for part in _parts(content))
+    return {**message, "content": content}
+
+
+def _parts(content: Any) -> Sequence[Any]:
+    if not isinstance(content, list | tuple):
+        raise RequestError(
+            "the content of a message is a string or a list of parts",
+            param="messages",
+            code="invalid_content",
+            got=type(content).__name__,
+        )
+    return content
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(
+            "a content part has the type text and a text",
+            param="messages",
+            code="unsupported_content",
+            type=str(kind)[:100],
+        )
+    return part["text"]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models saw it in training; jinja2's own filter escapes for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
