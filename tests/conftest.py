@@ -1,0 +1,32 @@
+"""Settings of every test process, before JAX starts and before the package is imported.
+
+Subprocesses that a test starts inherit the two environment variables and nothing else from here.
+"""
+
+import os
+
+NUM_DEVICES = 8
+DEVICE_FLAG = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+
+# The last of two equal XLA flags counts, so this wins over a count in the caller's environment.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
+
+# Every annotated array of the package is checked, per-rank shapes inside shard_map included. Never
+# uninstalled: modules are imported as late as inside a test.
+jaxtyping.install_import_hook("dcpjax", "beartype.beartype")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled programs between runs, next to pytest's own cache (--cache-clear empties it)."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.cache is not None:
+        folder = config.cache.mkdir("jax")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
