@@ -1,4 +1,4 @@
-"""Serve a small model with its KV cache sharded over virtual CPU devices and ask it about a document.
+"""Serve a small model, its KV cache sharded over virtual CPU devices; ask it about a document.
 
 Starts ``dcpjax serve`` as a user would, waits until it is ready, sends one chat request through the
 OpenAI API, prints the answer as it comes and then what each rank holds. Ctrl-C ends both.
@@ -226,7 +226,9 @@ def rank_table(answer: Answer, stats: dict[str, Any], options: argparse.Namespac
         table.add_column(column, justify="right")
     for rank in range(options.dcp):
         held = local_filled(length, rank, ranks=options.dcp, interleave=options.interleave)
-        table.add_row(str(rank), str(held), mebibytes(held * bytes_per_token), mebibytes(pool_bytes))
+        table.add_row(
+            str(rank), str(held), mebibytes(held * bytes_per_token), mebibytes(pool_bytes)
+        )
     return table
 
 

@@ -25,7 +25,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled programs between runs, next to pytest's own cache (--cache-clear empties it)."""
+    """Keep compiled programs between runs, in pytest's own cache: --cache-clear empties it."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and config.cache is not None:
         folder = config.cache.mkdir("jax")
         jax.config.update("jax_compilation_cache_dir", str(folder))

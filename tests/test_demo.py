@@ -15,7 +15,8 @@ LAUNCHER = """
 import sys
 import demo
 stand_in, pid_file, behaviour = sys.argv[1:4]
-demo.serve_command = lambda options, port: [sys.executable, stand_in, str(port), pid_file, behaviour]
+server = [sys.executable, stand_in, pid_file, behaviour]
+demo.serve_command = lambda options, port: [*server, str(port)]
 del sys.argv[1:]
 sys.exit(demo.main())
 """

@@ -1,6 +1,6 @@
-"""Answers the demo as ``dcpjax serve`` would, at once and without a model. Writes its process id first.
+"""Answers the demo as ``dcpjax serve`` would, without a model. Writes its process id first.
 
-usage: stand_in_server.py PORT PID_FILE BEHAVIOUR, where BEHAVIOUR is one of
+usage: stand_in_server.py PID_FILE BEHAVIOUR PORT, where BEHAVIOUR is one of
 answer, refuse (HTTP 400), break (end the connection early), die (at start), load (never ready)
 """
 
@@ -11,7 +11,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-PORT, PID_FILE, BEHAVIOUR = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+PID_FILE, BEHAVIOUR, PORT = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 USAGE = {"prompt_tokens": 100, "completion_tokens": 4}
 STATS = {"kv_bytes_per_rank": 11 * 16 * 2**20, "num_pages": 10, "block_size": 16}
 
