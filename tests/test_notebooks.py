@@ -1,6 +1,8 @@
 """Each notebook runs from top to bottom; its claims are its own asserts."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jupytext
@@ -37,3 +39,23 @@ def test_notebook_runs(text: Path):
 def test_a_false_claim_fails():
     with pytest.raises(CellExecutionError, match="AssertionError"):
         run(jupytext.reads("# %%\nassert 1 == 2", fmt="py:percent"))
+
+
+def check_pairs(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    script = ROOT / "scripts" / "check_notebooks.py"
+    command = [sys.executable, str(script), "--folder", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_pairs_in_step_pass_and_others_are_named(tmp_path: Path):
+    text = tmp_path / "pair.py"
+    text.write_text("# %% [markdown]\n# A title\n\n# %%\nx = 1\n")
+    missing = check_pairs(tmp_path)
+    assert (missing.returncode, "pair.ipynb is missing" in missing.stdout) == (1, True)
+    assert check_pairs(tmp_path, "--write").returncode == 0
+    assert check_pairs(tmp_path).returncode == 0
+    text.write_text(text.read_text().replace("x = 1", "x = 2"))
+    changed = check_pairs(tmp_path)
+    assert (changed.returncode, "hold different cells" in changed.stdout) == (1, True)
+    text.unlink()
+    assert "pair.py is missing" in check_pairs(tmp_path).stdout
