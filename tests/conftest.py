@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Every annotated array of the package is checked, per-rank shapes inside shard_map included. Never
 # uninstalled: modules are imported as late as inside a test.
@@ -22,6 +23,12 @@ jaxtyping.install_import_hook("dcpjax", "beartype.beartype")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A law is not broken because the machine is busy or an example compiles a program.
+settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
