@@ -60,8 +60,9 @@ def main() -> int:
         signal.signal(ending, end_on_signal)
     console = Console()
     try:
+        document = read_document(options.document)
         with running_server(options, free_port()) as url:
-            answer = ask(url, options, console)
+            answer = ask(url, document, options)
             console.print(rank_table(answer, get_json(f"{url}/stats"), options))
             console.print(summary(answer))
     except DemoError as error:
@@ -79,10 +80,18 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=3, help="ranks, DCP ranks included")
     parser.add_argument("--dcp", type=int, default=3, help="ranks that share the tokens")
     parser.add_argument("--interleave", type=int, default=16, help="tokens in a row on one rank")
+    parser.add_argument("--num-pages", type=int, default=256, help="pages of the pool, per rank")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="a text file")
     parser.add_argument("--question", default="Who is the harbour master of Brannock Bay?")
     parser.add_argument("--max-tokens", type=int, default=64)
     return parser.parse_args()
+
+
+def read_document(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DemoError(f"the document cannot be read: {error}") from error
 
 
 def end_on_signal(number: int, _frame: FrameType | None) -> None:
@@ -101,7 +110,7 @@ def serve_command(options: argparse.Namespace, port: int) -> list[str]:
         *("--device", "cpu", "--host", HOST, "--port", str(port)),
         *("-tp", str(options.tp), "-dcp", str(options.dcp)),
         *("--cp-kv-cache-interleave-size", str(options.interleave)),
-        *("--max-num-seqs", "1"),
+        *("--num-pages", str(options.num_pages), "--max-num-seqs", "1"),
     ]
 
 
@@ -152,9 +161,8 @@ def stop(server: "subprocess.Popen[bytes]") -> None:
         server.wait()
 
 
-def ask(url: str, options: argparse.Namespace, console: Console) -> Answer:
+def ask(url: str, document: str, options: argparse.Namespace) -> Answer:
     """Send the document and the question; print the answer piece by piece."""
-    document = options.document.read_text(encoding="utf-8").strip()
     body = {
         "model": get_json(f"{url}/v1/models")["data"][0]["id"],
         "messages": [{"role": "user", "content": f"{document}\n\n{options.question}"}],
@@ -163,19 +171,26 @@ def ask(url: str, options: argparse.Namespace, console: Console) -> Answer:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    words = len(document.split())
-    print(f"\nDocument: {options.document.name}, {words} words\nQuestion: {options.question}")
-    print("Answer:   ", end="", flush=True)
+    print(f"\nDocument: {options.document.name}, {len(document.split())} words")
+    print(f"Question: {options.question}\nAnswer:   ", end="", flush=True)
+    answer = print_answer(stream_events(f"{url}/v1/chat/completions", body))
+    print("\n")
+    return answer
+
+
+def print_answer(events: Iterator[dict[str, Any]]) -> Answer:
+    """Print the text of a chat stream as it comes. The last event has the token counts."""
     usage, first, last = None, None, 0.0
     started = time.perf_counter()
-    for event in stream_events(f"{url}/v1/chat/completions", body):
+    for event in events:
+        if "error" in event:
+            raise DemoError(event["error"]["message"])
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             if choice["delta"].get("content"):
                 last = time.perf_counter()
                 first = first or last
                 print(choice["delta"]["content"], end="", flush=True)
-    print("\n")
     if usage is None or first is None:
         raise DemoError("the stream ended without an answer")
     return Answer(usage["prompt_tokens"], usage["completion_tokens"], first - started, last - first)

@@ -67,6 +67,7 @@ def test_it_shows_the_server_s_progress_the_answer_and_what_each_rank_holds(tmp_
     [
         ("die", "error: no such model (model='nowhere')"),
         ("refuse", "the prompt is too long"),
+        ("fail", "the engine stopped"),
         ("break", "the stream ended without an answer"),
     ],
 )

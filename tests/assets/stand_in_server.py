@@ -1,7 +1,8 @@
 """Answers the demo as ``dcpjax serve`` would, without a model. Writes its process id first.
 
 usage: stand_in_server.py PID_FILE BEHAVIOUR PORT, where BEHAVIOUR is one of
-answer, refuse (HTTP 400), break (end the connection early), die (at start), load (never ready)
+answer, refuse (HTTP 400), break (end the stream early), fail (an error inside the stream),
+die (at start), load (never ready)
 """
 
 import json
@@ -34,6 +35,8 @@ class Handler(BaseHTTPRequestHandler):
         events = [json.dumps(piece) for piece in pieces]
         if BEHAVIOUR == "answer":
             events += [json.dumps({"choices": [], "usage": USAGE}), "[DONE]"]
+        if BEHAVIOUR == "fail":
+            events.append(json.dumps({"error": {"message": "the engine stopped"}}))
         self.reply(200, "".join(f"data: {event}\n\n" for event in events))
 
     def reply(self, status: int, body: str) -> None:
