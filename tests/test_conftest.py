@@ -2,37 +2,31 @@
 
 import importlib
 import os
-import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
+from jax.typing import DTypeLike
 
 import dcpjax
+from dcpjax.attention.reference import attention_reference
 
-TYPED_MODULE = """
-from jaxtyping import Array, Float
-
-def scale(x: Float[Array, "T D"], by: Float[Array, " D"]) -> Float[Array, "T D"]:
-    return x * by[None]
-
-def wrong_result(x: Float[Array, "T D"]) -> Float[Array, "D T"]:
-    return x
-"""
+PACKAGE = Path(dcpjax.__file__).parent
 
 
-@pytest.fixture
-def typed_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the package that exists for one test only, imported as any other."""
-    (tmp_path / "typed_module.py").write_text(TYPED_MODULE)
-    monkeypatch.setattr(dcpjax, "__path__", [*dcpjax.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "dcpjax.typed_module", raising=False)
-    importlib.invalidate_caches()
-    return importlib.import_module("dcpjax.typed_module")
+def attend(
+    q: tuple[int, ...] = (2, 4, 8),
+    k: tuple[int, ...] = (3, 2, 8),
+    v: tuple[int, ...] = (3, 2, 8),
+    *,
+    position_dtype: DTypeLike = jnp.int32,
+) -> jax.Array:
+    """The oracle on ones of these shapes: q [T, H, D], k [S, K, D], v [S, K, Dv]."""
+    positions = [jnp.arange(shape[0], dtype=position_dtype) for shape in (q, k)]
+    return attention_reference(*map(jnp.ones, (q, k, v)), *positions, scale=1.0)[0]
 
 
 def test_eight_cpu_devices():
@@ -44,34 +38,53 @@ def test_subprocesses_inherit_the_devices():
     assert "--xla_force_host_platform_device_count=8" in os.environ["XLA_FLAGS"].split()
 
 
-def test_a_right_shape_passes(typed_module: ModuleType):
-    assert typed_module.scale(jnp.ones((2, 3)), jnp.ones(3)).shape == (2, 3)
+def test_right_shapes_pass():
+    assert attend().shape == (2, 4, 8)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1), ()])
-def test_a_wrong_argument_shape_raises(typed_module: ModuleType, shape: tuple[int, ...]):
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"q": (2, 4)},
+        {"k": (3, 2, 16)},
+        {"v": (2, 2, 8)},
+        {"v": (3, 1, 8)},
+    ],
+    ids=str,
+)
+def test_a_wrong_shape_raises(shapes: dict[str, tuple[int, ...]]):
     with pytest.raises(jaxtyping.TypeCheckError):
-        typed_module.scale(jnp.ones((2, 3)), jnp.ones(shape))
+        attend(**shapes)
 
 
-def test_a_wrong_result_shape_raises(typed_module: ModuleType):
+def test_a_wrong_dtype_raises():
     with pytest.raises(jaxtyping.TypeCheckError):
-        typed_module.wrong_result(jnp.ones((2, 3)))
+        attend(position_dtype=jnp.float32)
 
 
-def test_a_wrong_dtype_raises(typed_module: ModuleType):
-    with pytest.raises(jaxtyping.TypeCheckError):
-        typed_module.scale(jnp.ones((2, 3), jnp.int32), jnp.ones(3))
+def test_shapes_of_one_rank_are_checked_inside_shard_map():
+    """Widths that agree outside, 16 and 16, do not on a rank that holds half of one of them."""
+    q, k, positions = jnp.ones((2, 4, 16)), jnp.ones((2, 2, 16)), jnp.arange(2)
 
+    def attend_to_all(q: jax.Array) -> jax.Array:
+        return attention_reference(q, k, k, positions, positions, scale=1.0)[0]
 
-def test_per_rank_shapes_are_checked_inside_shard_map(typed_module: ModuleType):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = jax.sharding.PartitionSpec(None, "x")
-    on_ranks = jax.shard_map(
-        lambda x: typed_module.scale(x, jnp.ones(4)), mesh=mesh, in_specs=split, out_specs=split
-    )
+    by_width = jax.sharding.PartitionSpec(None, None, "x")
+    on_ranks = jax.shard_map(attend_to_all, mesh=mesh, in_specs=by_width, out_specs=by_width)
+    assert attend_to_all(q).shape == q.shape
     with pytest.raises(jaxtyping.TypeCheckError):
-        on_ranks(jnp.ones((2, 4)))  # four columns outside, two on each rank
+        on_ranks(q)
+
+
+def test_every_module_that_annotates_arrays_is_checked():
+    paths = [path for path in PACKAGE.rglob("*.py") if "jaxtyping" in path.read_text()]
+    assert len(paths) > 5
+    for path in paths:
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+        assert module.__spec__ is not None
+        assert type(module.__spec__.loader).__module__.startswith("jaxtyping"), module.__name__
 
 
 def test_implicit_rank_promotion_raises():
