@@ -1,0 +1,24 @@
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check format
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## build .venv; the other commands do it when it is missing or out of date
+	@PYTHON="$(PYTHON)" scripts/setup
+
+demo: setup ## serve a small model over three CPU devices and ask it about a long document
+	@.venv/bin/python scripts/demo.py
+
+test: setup ## run the tests
+	@scripts/test
+
+test-all: setup ## run the tests, the long matrices of settings included
+	@scripts/test --all
+
+check: setup ## formatter, linter, types, import contracts, notebook pairs
+	@scripts/check
+
+format: setup ## let the formatter and the linter repair what they can
+	@.venv/bin/ruff check --fix .
+	@.venv/bin/ruff format .
