@@ -28,6 +28,16 @@ class Segment:
         return self.start + self.num_tokens
 
 
+def next_segment(request: Request, at_most: int) -> Segment:
+    """Take up to ``at_most`` tokens of a running request; from now on they count as computed."""
+    start, num_tokens = request.num_scheduled, min(request.num_uncomputed, at_most)
+    is_pending = request.num_pending > 0
+    request.num_scheduled += num_tokens
+    samples = request.num_uncomputed == 0
+    request.num_pending += samples
+    return Segment(request, start, num_tokens, samples, is_pending)
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One step: decode segments of one token each, and prompt chunks of at most ``prefill_width``.
@@ -91,7 +101,10 @@ class StepShapes:
 
         Args:
             remaining: uncomputed tokens of the prompts, in the order in which they get rows.
+                Without any, the result is (0, 0).
         """
+        if not remaining:
+            return 0, 0
 
         def worth(shape: tuple[int, int]) -> tuple[float, int, int]:
             rows, width = shape

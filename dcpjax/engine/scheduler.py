@@ -24,6 +24,7 @@ from dcpjax.engine.plan import Drain as Drain
 from dcpjax.engine.plan import Segment as Segment
 from dcpjax.engine.plan import StepPlan as StepPlan
 from dcpjax.engine.plan import StepShapes as StepShapes
+from dcpjax.engine.plan import next_segment
 from dcpjax.engine.request import (
     FinishReason,
     Request,
@@ -154,11 +155,12 @@ class Scheduler:
         generating = [request for request in ready if request.num_uncomputed == 1]
         prompts = [request for request in ready if request.num_uncomputed > 1]
         admissions = self._admissible(self._shapes.max_prefill_rows - len(prompts))
-        rows, width = self._prefill_shape(prompts, admissions)
+        remaining = [item.num_uncomputed for item in [*prompts, *admissions]]
+        rows, width = self._shapes.best_prefill(remaining)
         started = self._start(admissions[: max(rows - len(prompts), 0)])
         plan = StepPlan(
-            decode=tuple(_dispatch(request, 1) for request in generating),
-            prefill=tuple(_dispatch(request, width) for request in [*prompts[:rows], *started]),
+            decode=tuple(next_segment(request, 1) for request in generating),
+            prefill=tuple(next_segment(request, width) for request in [*prompts[:rows], *started]),
             prefill_width=width,
             started=tuple(started),
         )
@@ -202,9 +204,7 @@ class Scheduler:
         slots = [request.slot for request in running]
         assert not {None, *self._free_slots}.intersection(slots), "a running request has no slot"
         assert len(set(slots)) == len(slots), "two requests have the same slot"
-        assert not any(request.page_ids for request in self._waiting.values()), (
-            "a waiting one holds"
-        )
+        assert not any(r.page_ids for r in self._waiting.values()), "a waiting request has pages"
         held = {page for request in running for page in request.page_ids}
         in_use = self._pool.num_pages - self._pool.num_available
         assert len(held) == in_use, f"{in_use} pages are held, {len(held)} by running requests"
@@ -248,12 +248,6 @@ class Scheduler:
                 break
             admissions.append(admission)
         return admissions
-
-    def _prefill_shape(
-        self, prompts: list[Request], admissions: list[Admission]
-    ) -> tuple[int, int]:
-        remaining = [item.num_uncomputed for item in [*prompts, *admissions]]
-        return self._shapes.best_prefill(remaining) if remaining else (0, 0)
 
     def _start(self, admissions: list[Admission]) -> list[Request]:
         self._residency.admit(admissions)
@@ -300,13 +294,3 @@ class Scheduler:
         heapq.heappush(self._free_slots, request.slot)
         request.slot = None
         self._residency.release(request)
-
-
-def _dispatch(request: Request, at_most: int) -> Segment:
-    """The next segment of a running request, which from now on counts as computed."""
-    start, num_tokens = request.num_scheduled, min(request.num_uncomputed, at_most)
-    is_pending = request.num_pending > 0
-    request.num_scheduled += num_tokens
-    samples = request.num_uncomputed == 0
-    request.num_pending += samples
-    return Segment(request, start, num_tokens, samples, is_pending)

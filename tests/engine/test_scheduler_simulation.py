@@ -1,0 +1,367 @@
+"""The scheduler drives a fake device that checks every page it reads.
+
+A cell of the fake pool holds a digest of the whole history of its token and of the token before,
+as keys and values do in effect. A step follows the chain of digests through the pages that it is
+given, so a foreign, overwritten or never written page breaks it, and the next token is a function
+of the last digest. Whatever is scheduled, preempted, shared or aborted, each request must yield
+what it yields alone.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcpjax.cache import prefix
+from dcpjax.cache.prefix import PagePool
+from dcpjax.engine import residency
+from dcpjax.engine.request import FinishReason, Request, SamplingParams, Status, TokenOutput
+from dcpjax.engine.residency import Residency
+from dcpjax.engine.scheduler import Drain, Scheduler, Segment, StepPlan, StepShapes
+
+VOCAB = 13
+EOS = 0
+SHAPES = StepShapes(decode_rows=(1, 2, 4), prefill=((1, 4), (3, 4), (1, 16)), fixed_cost=4)
+MAX_MODEL_LEN = 64
+
+
+def root(salt: str) -> int:
+    return sum(map(ord, salt))
+
+
+def after(digest: int, token: int) -> int:
+    return hash((digest, token))
+
+
+def next_token(digest: int) -> int:
+    return digest % VOCAB
+
+
+@dataclass
+class FakeDevice:
+    """Executes plans in order. ``cells`` maps (page, offset) to the digests (before, after)."""
+
+    num_pages: int
+    page_size: int
+    cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    sampled: dict[int, int] = field(default_factory=dict)  # slot -> latest token
+    shapes_seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        self.check_shape(plan)
+        digests = [self.read(segment) for segment in plan.segments]
+        inputs = [self.inputs(segment) for segment in plan.segments]
+        tokens: list[list[int]] = []
+        for segment, digest, values in zip(plan.segments, digests, inputs, strict=True):
+            for position, token in enumerate(values, start=segment.start):
+                before, digest = digest, after(digest, token)
+                self.cells[self.cell(segment.request, position)] = before, digest
+            if segment.samples:
+                self.sampled[segment.request.slot] = next_token(digest)
+                tokens.append([next_token(digest)])
+        return tokens
+
+    def cell(self, request: Request, position: int) -> tuple[int, int]:
+        assert position // self.page_size < len(request.page_ids), "a token has no page"
+        page = request.page_ids[position // self.page_size]
+        assert 0 <= page < self.num_pages
+        return page, position % self.page_size
+
+    def read(self, segment: Segment) -> int:
+        digest = root(segment.request.cache_salt)
+        for position in range(segment.start):
+            before, now = self.cells.get(self.cell(segment.request, position), (None, None))
+            assert before == digest, f"the page of position {position} holds something else"
+            digest = now
+        return digest
+
+    def inputs(self, segment: Segment) -> list[int]:
+        if segment.token_is_pending:
+            return [self.sampled[segment.request.slot]]
+        tokens = segment.request.tokens(segment.start, segment.stop)
+        assert len(tokens) == segment.num_tokens >= 1, "an unknown token is an input"
+        return tokens
+
+    def check_shape(self, plan: StepPlan) -> None:
+        assert plan.segments and len(plan.decode) <= max(SHAPES.decode_rows)
+        assert all(segment.num_tokens == 1 and segment.samples for segment in plan.decode)
+        if plan.prefill:
+            rows = [rows for rows, width in SHAPES.prefill if width == plan.prefill_width]
+            assert len(plan.prefill) <= max(rows)
+            assert max(segment.num_tokens for segment in plan.prefill) <= plan.prefill_width
+            self.shapes_seen.add((len(plan.prefill), plan.prefill_width))
+        slots = [segment.request.slot for segment in plan.segments]
+        assert len(set(slots)) == len(slots) and None not in slots
+        self.check_pages_are_disjoint(plan)
+
+    def check_pages_are_disjoint(self, plan: StepPlan) -> None:
+        users: dict[int, set[int]] = defaultdict(set)
+        for row, segment in enumerate(plan.segments):
+            for page in segment.request.page_ids:
+                users[page].add(row)
+        for segment in plan.segments:
+            first, last = segment.start // self.page_size, (segment.stop - 1) // self.page_size
+            for page in segment.request.page_ids[first : last + 1]:
+                assert len(users[page]) == 1, f"page {page} is written by one and used by another"
+
+
+def alone(request: Request, max_length: int) -> tuple[list[int], FinishReason]:
+    """What the request yields with nobody else: the rules of ending, stated once more."""
+    params, digest, outputs = request.params, root(request.cache_salt), []
+    for token in request.prompt_token_ids:
+        digest = after(digest, token)
+    limit = max_length - len(request.prompt_token_ids)
+    limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
+    while True:
+        outputs.append(next_token(digest))
+        digest = after(digest, outputs[-1])
+        may_stop = len(outputs) >= params.min_tokens
+        is_eos = outputs[-1] == EOS and not params.ignore_eos
+        if may_stop and (is_eos or outputs[-1] in params.stop_token_ids):
+            return outputs, FinishReason.STOP
+        if len(outputs) == limit:
+            return outputs, FinishReason.LENGTH
+
+
+@dataclass(frozen=True)
+class World:
+    """One run: everything that chance and the test decide."""
+
+    seed: int
+    num_pages: int = 10
+    page_size: int = 4
+    max_num_seqs: int = 4
+    num_requests: int = 14
+    abort_rate: float = 0.05
+    look_ahead: bool = True
+    caching: bool = True
+    check: bool = True  # integrity after each call; off to see what the device itself notices
+
+    @property
+    def max_length(self) -> int:
+        return min(MAX_MODEL_LEN, self.num_pages * self.page_size)
+
+
+class Simulation:
+    """The engine's loop, with random arrivals and aborts at any moment."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rng = random.Random(world.seed)
+        self.pool = PagePool(world.num_pages, world.page_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=world.max_num_seqs,
+            max_model_len=MAX_MODEL_LEN,
+            shapes=SHAPES,
+            enable_prefix_caching=world.caching,
+        )
+        self.device = FakeDevice(world.num_pages, world.page_size)
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[TokenOutput]] = defaultdict(list)
+        self.num_drains = 0
+
+    def run(self) -> "Simulation":
+        in_flight: tuple[StepPlan, list[list[int]]] | None = None
+        num_steps = 0
+        while self.may_arrive() or self.scheduler.has_work:
+            num_steps += 1
+            assert num_steps < 400 * self.world.num_requests, "livelock"
+            self.arrive_and_abort()
+            plan = self.scheduler.schedule()
+            if isinstance(plan, Drain):
+                assert in_flight is not None
+                self.num_drains += 1
+                in_flight = self.commit(in_flight)
+                continue
+            dispatched = None if plan is None else (plan, self.device.run(plan))
+            assert dispatched or in_flight or not self.alive(), "requests wait for nothing"
+            self.arrive_and_abort()
+            in_flight = self.commit(in_flight)
+            if self.world.look_ahead:
+                in_flight = dispatched
+            else:
+                self.commit(dispatched)
+            self.collect(self.scheduler.take_aborted())
+        self.pool.check_integrity(is_idle=True)
+        self.check_outputs()
+        return self
+
+    def may_arrive(self) -> bool:
+        return len(self.requests) < self.world.num_requests
+
+    def alive(self) -> list[Request]:
+        return [r for r in self.requests.values() if r.status is not Status.FINISHED]
+
+    def arrive_and_abort(self) -> None:
+        if self.may_arrive() and self.rng.random() < 0.4:
+            request = self.new_request()
+            self.requests[request.request_id] = request
+            self.scheduler.add(request)
+        if self.requests and self.rng.random() < self.world.abort_rate:
+            self.scheduler.abort(self.rng.choice(list(self.requests)))  # ended ones too
+        self.check()
+
+    def commit(self, step: tuple[StepPlan, list[list[int]]] | None) -> None:
+        if step is not None:
+            self.collect(self.scheduler.commit(*step))
+            self.check()
+
+    def check(self) -> None:
+        if self.world.check:
+            self.scheduler.check_integrity()
+
+    def collect(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            earlier = self.outputs[output.request_id]
+            assert not earlier or earlier[-1].finish_reason is None, "an output after the last one"
+            assert not earlier or output.num_cached_tokens == 0, "cached tokens are reported once"
+            earlier.append(output)
+
+    def new_request(self) -> Request:
+        rng, longest = self.rng, self.world.max_length
+        prompt = self.new_prompt()[: longest - 1]
+        room = longest - len(prompt)
+        max_tokens = rng.choice((None, rng.randint(1, room)))
+        return Request(
+            request_id=str(len(self.requests)),
+            prompt_token_ids=tuple(prompt),
+            params=SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=rng.randint(0, min(3, room if max_tokens is None else max_tokens)),
+                ignore_eos=rng.random() < 0.5,
+                stop_token_ids=rng.choice(((), (), (3,))),
+            ),
+            eos_token_ids=frozenset({EOS}),
+            cache_salt=rng.choice(("", "", "s")),
+        )
+
+    def new_prompt(self) -> list[int]:
+        """Often the beginning of an earlier sequence, or all of it."""
+        rng = self.rng
+        if self.requests and rng.random() < 0.4:
+            tokens = rng.choice(list(self.requests.values())).token_ids
+            return tokens[: rng.randint(1, len(tokens))]
+        shared = [rng.choice((1, 2))] * rng.randrange(self.world.max_length // 2)
+        return shared + rng.choices(range(VOCAB), k=rng.randrange(1, 6))
+
+    def check_outputs(self) -> None:
+        for request_id, request in self.requests.items():
+            tokens = [token for output in self.outputs[request_id] for token in output.token_ids]
+            reason = self.outputs[request_id][-1].finish_reason
+            expected, expected_reason = alone(request, self.world.max_length)
+            if reason is FinishReason.ABORT:
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert (tokens, reason) == (expected, expected_reason)
+            assert tokens == request.output_token_ids
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.builds(
+        World,
+        seed=st.integers(0, 2**32),
+        num_pages=st.sampled_from((1, 2, 3, 5, 8, 13, 40)),
+        page_size=st.sampled_from((2, 3, 4, 8)),
+        max_num_seqs=st.integers(1, 4),
+        abort_rate=st.sampled_from((0, 0.05, 0.3)),
+        look_ahead=st.booleans(),
+        caching=st.booleans(),
+    )
+)
+def test_every_request_yields_what_it_yields_alone(world: World) -> None:
+    Simulation(world).run()
+
+
+def test_the_simulation_reaches_what_it_is_meant_to_test() -> None:
+    runs = [Simulation(World(seed)).run() for seed in range(30)]
+    stats = [run.scheduler.stats() for run in runs]
+    assert sum(s.num_preemptions for s in stats) > 10
+    assert sum(s.num_prefix_hits for s in stats) > 100
+    assert sum(run.num_drains for run in runs) > 5
+    reasons = {run.outputs[i][-1].finish_reason for run in runs for i in run.requests}
+    assert reasons == set(FinishReason)
+    rows_and_widths = set().union(*(run.device.shapes_seen for run in runs))
+    assert {(1, 4), (3, 4), (1, 16)} <= rows_and_widths
+
+
+def test_an_aborted_request_frees_everything_in_any_state() -> None:
+    run = Simulation(World(seed=1, abort_rate=1.0)).run()
+    assert {run.outputs[i][-1].finish_reason for i in run.requests} >= {FinishReason.ABORT}
+
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def forget_the_limit_of_a_hit(patch: pytest.MonkeyPatch) -> None:
+    original = PagePool.find_prefix
+    patch.setattr(
+        PagePool, "find_prefix", lambda self, hashes, num_tokens: original(
+            self, hashes, num_tokens=num_tokens + 1
+        )
+    )  # fmt: skip
+
+
+def list_pages_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
+    original = Residency.admit
+
+    def admit(self, admissions):
+        original(self, admissions)
+        for admission in admissions:
+            self.register(admission.request, 0, admission.request.num_tokens)
+
+    patch.setattr(Residency, "admit", admit)
+
+
+def leave_shared_pages_evictable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagePool, "share", lambda self, pages: None)
+
+
+def forget_the_salt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(residency, "root_hash", lambda salt: prefix.root_hash(""))
+
+
+def hash_each_page_by_itself(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        residency, "chain_hashes", lambda parent, tokens, size: [
+            prefix.chain_hashes(b"", tokens[i : i + size], size)[0]
+            for i in range(0, len(tokens) - size + 1, size)
+        ]
+    )  # fmt: skip
+
+
+def keep_tokens_behind_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Request, "_ending", lambda self: (None, None))
+
+
+def keep_the_pages_of_ended_requests(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagePool, "release", lambda self, pages: None)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        forget_the_limit_of_a_hit,
+        list_pages_before_they_are_computed,
+        leave_shared_pages_evictable,
+        forget_the_salt,
+        hash_each_page_by_itself,
+        keep_tokens_behind_the_end,
+        keep_the_pages_of_ended_requests,
+    ],
+)
+def test_the_simulation_notices_a_broken_rule(
+    mutate: Mutation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worlds = [World(seed, abort_rate=0.2, check=False) for seed in range(100)]
+    for world in worlds[:3]:
+        Simulation(world).run()
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        for world in worlds:
+            Simulation(world).run()
