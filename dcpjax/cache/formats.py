@@ -8,7 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-_STORED_AS = {jnp.dtype(jnp.float32): jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16)}
+_STORED_AS = {
+    jnp.dtype(jnp.float32): jnp.dtype(jnp.float32),
+    jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16),
+}
 _VALUE_OF = {stored: value for value, stored in _STORED_AS.items()}
 
 
