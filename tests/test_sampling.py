@@ -182,7 +182,7 @@ def test_a_row_draws_the_same_token_in_any_batch(rows: int) -> None:
 
 def test_padding_of_the_vocabulary_changes_nothing_and_is_never_chosen() -> None:
     logits = random_logits(64, 300)
-    padded = np.pad(logits, ((0, 0), (0, 77)), constant_values=-np.inf)
+    padded = np.pad(logits, ((0, 0), (0, 600)), constant_values=-np.inf)  # more blocks
     plain = draw(logits, temperature=50.0, counter=counters(64), with_logprobs=True)
     other = draw(padded, temperature=50.0, counter=counters(64), with_logprobs=True)
     for ours, theirs in zip(plain[:1] + plain[2:4], other[:1] + other[2:4], strict=True):
