@@ -175,7 +175,9 @@ class _Cursor:
     def array(self) -> list[Any]:
         kind = self.scalar(GGUFValueType.UINT32)
         count = self.scalar(GGUFValueType.UINT64)
+        if kind == GGUFValueType.STRING:
+            return [self.text() for _ in range(count)]
         if kind not in _SCALARS:
-            return [self.value(kind) for _ in range(count)]
+            raise ValueError(f"array of metadata type {kind} at byte {self.position}")
         layout = _SCALARS[kind]
         return [value for (value,) in layout.iter_unpack(self.take(count * layout.size))]

@@ -86,9 +86,9 @@ def bring(entry: CatalogEntry, folder: Path, progress: Progress, download: Downl
     one rename of a verified file.
     """
     path = folder / entry.file_name
-    if _is_intact(path, entry):
-        return path
     try:
+        if _is_intact(path, entry):
+            return path
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             download(entry, Path(work), progress)
@@ -96,7 +96,7 @@ def bring(entry: CatalogEntry, folder: Path, progress: Progress, download: Downl
             _extract(entry, Path(work)).replace(path)
     except OSError as error:
         raise CheckpointError(
-            "the model cache can be written", folder=str(folder), found=str(error)
+            "the model cache can be read and written", folder=str(folder), found=str(error)
         ) from error
     return path
 

@@ -41,7 +41,7 @@ def locate_checkpoint(model: str, progress: catalog.Progress | None = None) -> P
     if model in catalog.known_models():
         return catalog.bring_model(model, progress)
     path = Path(model)
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if model and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
     raise CheckpointError(
         "the model is a folder, a .gguf file or a known name",

@@ -206,7 +206,13 @@ def _rope_scaling(
         return RopeScaling("linear", _number(keys, "rope.scaling.factor"))
     if factors is None:
         return None
-    _check_types(file)
+    if factors.shape != (head_dim // 2,) or factors.kind != Kind.F32:
+        raise CheckpointError(
+            f"{ROPE_FACTORS} has a float32 for each rotated pair",
+            shape=factors.shape,
+            kind=factors.kind.name,
+            head_dim=head_dim,
+        )
     return scaling_from_factors(_read_values(file.path, factors), head_dim, theta)
 
 

@@ -1,0 +1,47 @@
+"""Token by token, the bytes are those that the tokenizers library joins to a text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpjax.errors import CheckpointError
+from dcpjax.text.pieces import BYTE_OF_CHARACTER, spelling_of
+
+
+def test_every_byte_has_one_character():
+    assert sorted(BYTE_OF_CHARACTER.values()) == list(range(256))
+    assert BYTE_OF_CHARACTER["\u0120"] == ord(" ")
+
+
+@given(ids=st.lists(st.integers(0, 270)), skip=st.booleans())
+def test_byte_level_decoding_is_the_librarys(byte_level, ids, skip):
+    ours = byte_level.decode(ids, skip_special_tokens=skip)
+    assert ours == byte_level.backend.decode(ids, skip_special_tokens=skip)
+
+
+@given(text=st.text(), skip=st.booleans())
+def test_sentencepiece_decoding_is_the_librarys(sentencepiece, text, skip):
+    ids = [sentencepiece.bos_token_id, *sentencepiece.encode(text)]
+    ours = sentencepiece.decode(ids, skip_special_tokens=skip)
+    assert ours == sentencepiece.backend.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Fuse"}]},
+        {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "_"}, "content": " "},
+                {"type": "Strip", "content": " ", "start": 0, "stop": 1},
+            ],
+        },
+        {"type": "Replace", "pattern": {"Regex": "_+"}, "content": " "},
+    ],
+)
+def test_other_decoders_are_refused(decoder):
+    with pytest.raises(CheckpointError, match="byte-level or of SentencePiece"):
+        spelling_of(decoder)
