@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -54,6 +55,20 @@ class Answer:
         return following / self.seconds_after_first if self.seconds_after_first > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class Pool:
+    """The KV pool of one rank, as the server's metrics describe it."""
+
+    num_bytes: int
+    num_pages: int
+    page_size: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The pool has one page more than it can use, the scratch page."""
+        return self.num_bytes / ((self.num_pages + 1) * self.page_size)
+
+
 def main() -> int:
     options = parse_options()
     for ending in (signal.SIGTERM, signal.SIGHUP):
@@ -63,7 +78,7 @@ def main() -> int:
         document = read_document(options.document)
         with running_server(options, free_port()) as url:
             answer = ask(url, document, options)
-            console.print(rank_table(answer, get_json(f"{url}/stats"), options))
+            console.print(rank_table(answer, read_pool(url), options))
             console.print(summary(answer))
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -228,21 +243,31 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
         raise DemoError(f"{request.full_url}: {error}") from error
 
 
-def rank_table(answer: Answer, stats: dict[str, Any], options: argparse.Namespace) -> Table:
+def read_pool(url: str) -> Pool:
+    with open_url(urllib.request.Request(f"{url}/metrics")) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    samples = {sample.name: sample for family in families for sample in family.samples}
+    shape = samples["vllm:cache_config_info"].labels
+    return Pool(
+        int(samples["dcpjax:kv_bytes_per_rank"].value),
+        int(shape["num_gpu_blocks"]),
+        int(shape["block_size"]),
+    )
+
+
+def rank_table(answer: Answer, pool: Pool, options: argparse.Namespace) -> Table:
     """What each rank holds of this conversation, and of the pool that was allocated for it.
 
     The last token was sampled and never computed, so it has no keys and values.
     """
     length = answer.prompt_tokens + answer.completion_tokens - 1
-    pool_bytes, pages = stats["kv_bytes_per_rank"], stats["num_pages"] + 1  # with the scratch page
-    bytes_per_token = pool_bytes / (pages * stats["block_size"])
     table = Table(title=f"KV cache of {length} tokens over {options.dcp} ranks")
     for column in ("rank", "tokens", "bytes of them", "bytes of the pool"):
         table.add_column(column, justify="right")
     for rank in range(options.dcp):
         held = local_filled(length, rank, ranks=options.dcp, interleave=options.interleave)
         table.add_row(
-            str(rank), str(held), mebibytes(held * bytes_per_token), mebibytes(pool_bytes)
+            str(rank), str(held), mebibytes(held * pool.bytes_per_token), mebibytes(pool.num_bytes)
         )
     return table
 

@@ -14,7 +14,13 @@ from pathlib import Path
 
 PID_FILE, BEHAVIOUR, PORT = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 USAGE = {"prompt_tokens": 100, "completion_tokens": 4}
-STATS = {"kv_bytes_per_rank": 11 * 16 * 2**20, "num_pages": 10, "block_size": 16}
+METRICS = f"""
+# TYPE dcpjax:kv_bytes_per_rank gauge
+dcpjax:kv_bytes_per_rank{{model_name="model"}} {11 * 16 * 2**20}
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{model_name="model",block_size="16",num_gpu_blocks="10"}} 1
+"""
+MODELS = {"data": [{"id": "model"}]}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -22,9 +28,9 @@ class Handler(BaseHTTPRequestHandler):
         """Stay silent."""
 
     def do_GET(self) -> None:
-        bodies = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/stats": STATS}
+        bodies = {"/health": "", "/v1/models": json.dumps(MODELS), "/metrics": METRICS}
         status = 503 if BEHAVIOUR == "load" else 200
-        self.reply(status, json.dumps(bodies[self.path]))
+        self.reply(status, bodies[self.path])
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
