@@ -28,6 +28,7 @@ class Engine:
     """A model, its KV pool and the requests that it works on.
 
     Construction loads the weights and compiles every shape; ``progress(what, done, total)`` hears of it.
+    ``scheduler`` and ``runner`` are its two halves, host and devices.
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class Engine:
         )
         self.max_model_len = _max_model_len(config, self.model_config.max_position_embeddings)
         self.pool_shape = self._choose_pool(heads)
-        self._scheduler, shapes = self._make_scheduler()
+        self.scheduler, shapes = self._make_scheduler()
         with COMPILATIONS.expected():
-            self._runner = self._make_runner(checkpoint, heads, shapes, progress)
-            self._runner.warm_up(progress)
+            self.runner = self._make_runner(checkpoint, heads, shapes, progress)
+            self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
         self._in_flight: Dispatched | None = None
         self._num_steps = 0
@@ -116,7 +117,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -126,22 +127,29 @@ class Engine:
             ContextLengthError: it does not fit.
         """
         _check_tokens(request, self.model_config.vocab_size)
-        self._scheduler.add(request)
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request at any moment; its ABORT output comes with the next step."""
-        self._scheduler.abort(request_id)
+        self.scheduler.abort(request_id)
 
     def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then wait for the one before and commit its tokens."""
-        plan = self._scheduler.schedule()
-        previous, self._in_flight = self._in_flight, None
+        plan = self.scheduler.schedule()
+        following = None
         if plan is not None and not isinstance(plan, Drain):
-            self._in_flight = self._runner.dispatch(plan)
+            following = self.runner.dispatch(plan)
             self._num_steps += 1
-        if previous is None:
-            return self._scheduler.take_aborted()
-        return self._scheduler.commit(previous.plan, *previous.tokens.wait())
+        outputs = self.drain()
+        self._in_flight = following
+        return outputs
+
+    def drain(self) -> list[TokenOutput]:
+        """Wait for the step in flight, if any, and commit its tokens."""
+        dispatched, self._in_flight = self._in_flight, None
+        if dispatched is None:
+            return self.scheduler.take_aborted()
+        return self.scheduler.commit(dispatched.plan, *dispatched.tokens.wait())
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their pages."""
@@ -149,8 +157,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Gauges, counters since the start, and what the memory of the arrays says."""
-        stats, audits = self._scheduler.stats(), self._runner.audits
-        shares = [shard.data.nbytes for shard in self._runner.pool.addressable_shards]
+        stats, audits = self.scheduler.stats(), self.runner.audits
+        shares = [shard.data.nbytes for shard in self.runner.pool.addressable_shards]
         return {
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,
@@ -164,7 +172,7 @@ class Engine:
             "generation_tokens": stats.num_generation_tokens,
             "steps": self._num_steps,
             "compilations_after_warmup": COMPILATIONS.unexpected - self._unexpected_before,
-            "compiled_shapes": self._runner.shape_names,
+            "compiled_shapes": self.runner.shape_names,
             "kv_bytes_per_rank": max(shares),
             "kv_tokens_capacity": self.pool_shape.num_pages * self.config.virtual_page_size,
             "acceptance_length": 1.0,
@@ -178,14 +186,14 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert that pages and slots belong to running requests and nobody else."""
-        self._scheduler.check_integrity()
+        self.scheduler.check_integrity()
 
     def close(self) -> None:
         """Wait for the step in flight and free the pool. Idempotent."""
         if self._in_flight is not None:
             self._in_flight.tokens.wait()
             self._in_flight = None
-        self._runner.close()
+        self.runner.close()
 
 
 def decode_buckets(least: int, most: int) -> tuple[int, ...]:

@@ -84,6 +84,11 @@ class Runner:
         return self._pool
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, each counted once however often it is replicated."""
+        return sum(parameter.nbytes for parameter in self._model.parameters)
+
+    @property
     def shape_names(self) -> list[str]:
         return [str(shape) for shape in self._shapes]
 
