@@ -6,6 +6,7 @@ and go to the scratch page.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import jax
@@ -30,6 +31,11 @@ class TokenSharding:
         return self.ranks > 1 and width % (self.ranks * self.interleave) == 0
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["page_tables", "prior_lengths", "num_tokens", "own", "rank"],
+    meta_fields=["width", "sharding"],
+)
 @dataclass(frozen=True)
 class Block:
     """The segments of one block as one rank sees them.

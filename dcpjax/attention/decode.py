@@ -20,7 +20,7 @@ def decode_attention(
     own_k: Float[Array, "B S k D"],
     own_v: Float[Array, "B S k Dv"],
     pool: Shaped[Array, "pages L k P W"],
-    layer: int,
+    layer: int | Array,
     block: Block,
     *,
     scale: float,
@@ -42,7 +42,7 @@ def decode_attention(
     return out
 
 
-def write_block(pool: Array, layer: int, block: Block, own_k: Array, own_v: Array) -> Array:
+def write_block(pool: Array, layer: int | Array, block: Block, own_k: Array, own_v: Array) -> Array:
     """The pool with the block's own keys and values [B, S, k, ·] of one layer."""
     pages, offsets = block.write_slots()
     flat = (pages.shape[0], *own_k.shape[2:])
@@ -56,7 +56,7 @@ def attend_block(
     own_k: Float[Array, "B S k D"],
     own_v: Float[Array, "B S k Dv"],
     pool: Array,
-    layer: int,
+    layer: int | Array,
     block: Block,
     *,
     scale: float,

@@ -24,7 +24,7 @@ def prefill_attention(
     own_k: Float[Array, "B S k D"],
     own_v: Float[Array, "B S k Dv"],
     pool: Shaped[Array, "pages L k P W"],
-    layer: int,
+    layer: int | Array,
     block: Block,
     *,
     scale: float,

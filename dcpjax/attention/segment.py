@@ -39,7 +39,7 @@ def segment_attention(
     ranks: int,
     interleave: int,
     scale: float,
-    layer: int | None = None,
+    layer: int | Array | None = None,
 ) -> tuple[Float[Array, "T H Dv"], Float[Array, "T H"]]:
     """Partial attention of T consecutive queries, the first at position ``prior_length``.
 
@@ -109,7 +109,7 @@ def _attend_prior(
     held: Array,
     chunk_pages: int,
     *,
-    layer: int | None,
+    layer: int | Array | None,
     value_width: int,
 ) -> _Running:
     """Go on over the ``held`` tokens in pages, a few pages at a time; the trip count is dynamic."""
@@ -151,13 +151,16 @@ def _attend_rows(
     )
 
 
-def _gather_pages(pages: Array, ids: Array, layer: int | None) -> Shaped[Array, "K S W"]:
+def _gather_pages(pages: Array, ids: Array, layer: int | Array | None) -> Shaped[Array, "K S W"]:
     """The rows of some pages in order, heads first, straight from the pool."""
     kv_heads, page_size, width = pages.shape[-3:]
     if layer is None:
         indices, leading = ids[:, None], 1
     else:
-        indices, leading = jnp.stack([ids, jnp.full_like(ids, layer)], axis=-1), 2
+        indices, leading = (
+            jnp.stack([ids, jnp.broadcast_to(jnp.asarray(layer, ids.dtype), ids.shape)], axis=-1),
+            2,
+        )
     rows = lax.gather(
         pages,
         indices,

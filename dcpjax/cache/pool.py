@@ -62,7 +62,7 @@ def allocate_pool(shape: PoolShape, mesh: Mesh) -> Array:
 
 def write_tokens(
     pool: Shaped[Array, "pages L h P W"],
-    layer: int,
+    layer: int | Array,
     pages: Integer[Array, " T"],
     offsets: Integer[Array, " T"],
     keys: Float[Array, "T h D"],

@@ -7,6 +7,7 @@ rank's share. Hidden states are whole on every rank between layers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
         angles: Angles,
         blocks: tuple[Block, ...],
         pool: Shaped[Array, "pages L k P W"],
-        layer: int,
+        layer: Array,
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "pages L k P W"]]:
         """Project, write everything into the pool, then attend.
 
@@ -148,7 +149,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, angles), rotate(k, angles), v
 
-    def _attend(self, part: _Part, pool: Array, layer: int) -> Float[Array, "T E"]:
+    def _attend(self, part: _Part, pool: Array, layer: Array) -> Float[Array, "T E"]:
         """Attention and output projection of one part; whole on every rank."""
         if part.by_tokens:
             return self._attend_by_tokens(part, pool, layer)
@@ -179,7 +180,7 @@ class Attention(nnx.Module):
         share = rows.shape[0] // self.sharding.heads.dcp
         return lax.dynamic_slice_in_dim(rows, rank.astype(jnp.int32) * share, share)
 
-    def _attend_by_tokens(self, part: _Part, pool: Array, layer: int) -> Float[Array, "T E"]:
+    def _attend_by_tokens(self, part: _Part, pool: Array, layer: Array) -> Float[Array, "T E"]:
         block, ((own_k, own_v),) = part.blocks[0], part.own
         out = prefill_attention(
             part.q,
@@ -206,11 +207,24 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config.hidden_size, inner, dtype)
 
     def __call__(
-        self, x: Array, angles: Angles, blocks: tuple[Block, ...], pool: Array, layer: int
+        self, x: Array, angles: Angles, blocks: tuple[Block, ...], pool: Array, layer: Array
     ) -> tuple[Float[Array, "T E"], Array]:
         attended, pool = self.attention(self.attention_norm(x), angles, blocks, pool, layer)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), pool
+
+
+@jax.jit
+def _run_layer(
+    layer: DecoderLayer,
+    x: Array,
+    angles: Angles,
+    blocks: tuple[Block, ...],
+    pool: Array,
+    index: Array,
+) -> tuple[Array, Array]:
+    """One layer. Jitted so that all layers share one trace: XLA sees them unrolled, with constant indices."""
+    return layer(x, angles, blocks, pool, index)
 
 
 class Llama(nnx.Module):
@@ -241,7 +255,7 @@ class Llama(nnx.Module):
             jnp.concatenate([block.positions for block in blocks]), self.frequencies
         )
         for index, layer in enumerate(self.layers):
-            x, pool = layer(x, angles, blocks, pool, index)
+            x, pool = _run_layer(layer, x, angles, blocks, pool, jnp.int32(index))
         return x, pool
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:
