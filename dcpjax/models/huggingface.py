@@ -29,6 +29,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, False, None),
     "rope_interleaved": (False, None),
     "partial_rotary_factor": (1, None),
+    "use_mrope": (False, None),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "is_llama_config": (True,),
@@ -38,7 +39,8 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 _HARMLESS = frozenset(
     "_name_or_path _attn_implementation_autoset attention_dropout attn_implementation "
     "chunk_size_feed_forward finetuning_task id2label initializer_range is_decoder label2id "
-    "max_window_layers output_attentions output_hidden_states pad_token_id prefix pretraining_tp "
+    "max_length max_sequence_length max_window_layers output_attentions output_hidden_states "
+    "pad_token_id prefix pretraining_tp "
     "problem_type return_dict sep_token_id task_specific_params tf_legacy_loss "
     "tie_encoder_decoder tokenizer_class torchscript transformers.js_config transformers_version "
     "unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
@@ -218,7 +220,7 @@ def _token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def _named_dtype(values: Mapping[str, Any]) -> str:
-    name = values.get("dtype", values.get("torch_dtype")) or "float32"
+    name = values.get("dtype") or values.get("torch_dtype") or "float32"
     if name not in STORED_TYPES:
         raise CheckpointError(f"dtype in config.json is one of {STORED_TYPES}", dtype=name)
     return name
