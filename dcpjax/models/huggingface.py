@@ -40,9 +40,8 @@ _HARMLESS = frozenset(
     "_name_or_path _attn_implementation_autoset attention_dropout attn_implementation "
     "chunk_size_feed_forward finetuning_task id2label initializer_range is_decoder label2id "
     "max_length max_sequence_length max_window_layers output_attentions output_hidden_states "
-    "pad_token_id prefix pretraining_tp "
-    "problem_type return_dict sep_token_id task_specific_params tf_legacy_loss "
-    "tie_encoder_decoder tokenizer_class torchscript transformers.js_config transformers_version "
+    "pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id "
+    "task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torchscript transformers.js_config transformers_version "
     "unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
 )
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
@@ -73,6 +72,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
     more = _read_json(generation) if generation.is_file() else {}
     heads = _integer(values, "num_attention_heads")
     hidden = _integer(values, "hidden_size")
+    # Where it is left out, Llama has a key head per query head and Qwen a fixed number.
+    kv_default = heads if architecture == "LlamaForCausalLM" else None
     config = ModelConfig(
         architecture=architecture,
         vocab_size=_integer(values, "vocab_size"),
@@ -80,7 +81,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
         intermediate_size=_integer(values, "intermediate_size"),
         num_layers=_integer(values, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(values, "num_key_value_heads", heads),
+        num_kv_heads=_integer(values, "num_key_value_heads", kv_default),
         head_dim=_head_dim(values, architecture, hidden, heads),
         max_position_embeddings=_integer(values, "max_position_embeddings"),
         rms_norm_eps=_number(values, "rms_norm_eps"),
@@ -126,7 +127,7 @@ def _check_keys(values: Mapping[str, Any], architecture: str) -> None:
             if value not in _FIXED[key]:
                 refused[key] = value
         elif key == "layer_types":
-            if value is not None and any(kind != "full_attention" for kind in value):
+            if value is not None and not _has_full_attention_only(value):
                 refused[key] = value
         elif key not in _READ | _HARMLESS:
             refused[key] = value
@@ -134,6 +135,10 @@ def _check_keys(values: Mapping[str, Any], architecture: str) -> None:
         refused["sliding_window"] = values["sliding_window"]
     if refused:
         raise CheckpointError("config.json has settings that are not understood", settings=refused)
+
+
+def _has_full_attention_only(layer_types: Any) -> bool:
+    return isinstance(layer_types, list) and set(map(str, layer_types)) <= {"full_attention"}
 
 
 def _has_sliding_window(values: Mapping[str, Any], architecture: str) -> bool:
