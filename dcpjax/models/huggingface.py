@@ -42,7 +42,8 @@ _HARMLESS = frozenset(
     "max_length max_sequence_length max_window_layers output_attentions output_hidden_states "
     "pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id "
     "task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torchscript "
-    "transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
+    "transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version "
+    "use_bfloat16 use_cache".split()
 )
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
