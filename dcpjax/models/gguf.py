@@ -5,6 +5,7 @@ since they may change what the model computes; ``general.*`` describes the file 
 belongs to the tokenizer.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -268,7 +269,7 @@ def _halves_from_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
 def _read_values(path: Path, tensor: GgufTensor) -> np.ndarray:
     plain = PLAIN_TYPES.get(tensor.kind)
     if plain is not None:
-        return np.memmap(path, plain, "r", tensor.offset, tensor.shape)
-    row_bytes = tensor.num_bytes * tensor.shape[-1] // max(1, int(np.prod(tensor.shape)))
+        return np.asarray(np.memmap(path, plain, "r", tensor.offset, tensor.shape))
+    row_bytes = tensor.num_bytes // math.prod(tensor.shape[:-1])
     blocks = np.memmap(path, np.uint8, "r", tensor.offset, (*tensor.shape[:-1], row_bytes))
-    return dequantize(blocks, tensor.kind)
+    return dequantize(np.asarray(blocks), tensor.kind)

@@ -29,6 +29,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, False, None),
     "rope_interleaved": (False, None),
     "partial_rotary_factor": (1, None),
+    "use_mrope": (False, None),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "is_llama_config": (True,),
@@ -38,10 +39,11 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 _HARMLESS = frozenset(
     "_name_or_path _attn_implementation_autoset attention_dropout attn_implementation "
     "chunk_size_feed_forward finetuning_task id2label initializer_range is_decoder label2id "
-    "max_window_layers output_attentions output_hidden_states pad_token_id prefix pretraining_tp "
-    "problem_type return_dict sep_token_id task_specific_params tf_legacy_loss "
-    "tie_encoder_decoder tokenizer_class torchscript transformers.js_config transformers_version "
-    "unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache".split()
+    "max_length max_sequence_length max_window_layers output_attentions output_hidden_states "
+    "pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id "
+    "task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torchscript "
+    "transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version "
+    "use_bfloat16 use_cache".split()
 )
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
@@ -71,6 +73,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
     more = _read_json(generation) if generation.is_file() else {}
     heads = _integer(values, "num_attention_heads")
     hidden = _integer(values, "hidden_size")
+    # Where it is left out, Llama has a key head per query head and Qwen a fixed number.
+    kv_default = heads if architecture == "LlamaForCausalLM" else None
     config = ModelConfig(
         architecture=architecture,
         vocab_size=_integer(values, "vocab_size"),
@@ -78,7 +82,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
         intermediate_size=_integer(values, "intermediate_size"),
         num_layers=_integer(values, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(values, "num_key_value_heads", heads),
+        num_kv_heads=_integer(values, "num_key_value_heads", kv_default),
         head_dim=_head_dim(values, architecture, hidden, heads),
         max_position_embeddings=_integer(values, "max_position_embeddings"),
         rms_norm_eps=_number(values, "rms_norm_eps"),
@@ -124,7 +128,7 @@ def _check_keys(values: Mapping[str, Any], architecture: str) -> None:
             if value not in _FIXED[key]:
                 refused[key] = value
         elif key == "layer_types":
-            if value is not None and any(kind != "full_attention" for kind in value):
+            if value is not None and not _has_full_attention_only(value):
                 refused[key] = value
         elif key not in _READ | _HARMLESS:
             refused[key] = value
@@ -132,6 +136,10 @@ def _check_keys(values: Mapping[str, Any], architecture: str) -> None:
         refused["sliding_window"] = values["sliding_window"]
     if refused:
         raise CheckpointError("config.json has settings that are not understood", settings=refused)
+
+
+def _has_full_attention_only(layer_types: Any) -> bool:
+    return isinstance(layer_types, list) and set(map(str, layer_types)) <= {"full_attention"}
 
 
 def _has_sliding_window(values: Mapping[str, Any], architecture: str) -> bool:
@@ -218,7 +226,7 @@ def _token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def _named_dtype(values: Mapping[str, Any]) -> str:
-    name = values.get("dtype", values.get("torch_dtype")) or "float32"
+    name = values.get("dtype") or values.get("torch_dtype") or "float32"
     if name not in STORED_TYPES:
         raise CheckpointError(f"dtype in config.json is one of {STORED_TYPES}", dtype=name)
     return name

@@ -43,7 +43,7 @@ def open_tensors(folder: Path) -> StoredTensors:
     def read(name: str) -> np.ndarray:
         place = places[name]
         # A mapping per tensor: nothing is shared between threads, and none outlives its array.
-        return np.memmap(place.path, place.dtype, "r", place.offset, place.shape)
+        return np.asarray(np.memmap(place.path, place.dtype, "r", place.offset, place.shape))
 
     widest = places.get(EMBEDDING) or next(iter(places.values()), None)
     return StoredTensors(

@@ -95,6 +95,11 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
     return metadata.get("tokenizer.ggml.add_bos_token", implied)
 
 
+def adds_eos(metadata: Mapping[str, Any]) -> bool:
+    """Whether encoding puts ``eos_token`` behind a text; hardly any model wants that."""
+    return metadata.get("tokenizer.ggml.add_eos_token", False)
+
+
 def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name; further ones have keys ``tokenizer.chat_template.NAME``."""
     prefix = "tokenizer.chat_template"

@@ -125,8 +125,11 @@ def _load_gguf(path: Path) -> Tokenizer:
     backend, spelling = gguf_tokenizer.build_backend(metadata)
     ids = gguf_tokenizer.special_token_ids(metadata)
     special = {name: token for name in ids if (token := backend.id_to_token(ids[name]))}
-    if gguf_tokenizer.adds_bos(metadata):
-        _surround(backend, first=special.get("bos_token"))
+    _surround(
+        backend,
+        first=special.get("bos_token") if gguf_tokenizer.adds_bos(metadata) else None,
+        last=special.get("eos_token") if gguf_tokenizer.adds_eos(metadata) else None,
+    )
     return _assemble(backend, spelling, special, ids, gguf_tokenizer.chat_templates(metadata))
 
 

@@ -84,6 +84,8 @@ def test_head_size(read, values, head_dim):
 def test_every_head_has_its_own_keys_unless_said_otherwise(read):
     values = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     assert read(values)[0].num_kv_heads == 4
+    with pytest.raises(CheckpointError, match="num_key_value_heads"):
+        read(values | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"})
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,7 @@ def test_other_rotary_settings_are_refused(read, settings, shown):
         (LLAMA | {"sliding_window": 4096}, "'sliding_window': 4096"),
         (QWEN2 | {"sliding_window": 9, "use_sliding_window": True}, "'sliding_window': 9"),
         (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (QWEN2 | {"layer_types": 7}, "'layer_types': 7"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "'bits': 4"),
         (LLAMA | {"logit_scale": 0.5}, "'logit_scale': 0.5"),
         (LLAMA | {"rule": "a key named as an argument"}, "'rule'"),

@@ -134,6 +134,12 @@ def test_what_is_put_in_front(tmp_path, metadata, adds):
     assert tokenizer.encode("a") == front + tokenizer.encode("a", add_special_tokens=False)
 
 
+def test_what_is_put_behind(tmp_path):
+    metadata = byte_level_metadata(add_bos_token=True, add_eos_token=True)
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", metadata))
+    assert tokenizer.encode("he", add_special_tokens=True)[::2] == [0, 1]
+
+
 def test_further_templates_have_names(tmp_path):
     templates = {"tokenizer.chat_template": "one", "tokenizer.chat_template.tool_use": "two"}
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", byte_level_metadata(), **templates))

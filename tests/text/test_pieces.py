@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
 
 from dcpjax.errors import CheckpointError
 from dcpjax.text.pieces import BYTE_OF_CHARACTER, spelling_of
@@ -10,7 +11,21 @@ from dcpjax.text.pieces import BYTE_OF_CHARACTER, spelling_of
 
 def test_every_byte_has_one_character():
     assert sorted(BYTE_OF_CHARACTER.values()) == list(range(256))
-    assert BYTE_OF_CHARACTER["\u0120"] == ord(" ")
+    assert set(BYTE_OF_CHARACTER) == set(ByteLevel.alphabet())
+
+
+def test_bytes_are_spelled_as_the_library_spells_them():
+    spell = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    one_of_each_length = [
+        *range(0x800),
+        *range(0x800, 0x10000, 0x1000),
+        *range(0x10000, 0x110000, 0x8000),
+    ]
+    for character in map(chr, one_of_each_length):
+        if not character.isascii() and 0xD800 <= ord(character) < 0xE000:
+            continue  # surrogates are no text
+        ((piece, _),) = spell(character)
+        assert bytes(BYTE_OF_CHARACTER[letter] for letter in piece) == character.encode()
 
 
 @given(ids=st.lists(st.integers(0, 270)), skip=st.booleans())

@@ -43,6 +43,14 @@ def theirs(smollm2):
     return transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
 
 
+@pytest.fixture(scope="module")
+def ours_from_folder(theirs, tmp_path_factory):
+    """What transformers saves of the tokenizer, opened as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("folder")
+    theirs.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
 def test_text_comes_back(ours):
     for text in TEXTS:
         assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
@@ -67,6 +75,21 @@ def test_text_is_that_of_transformers(ours, theirs, text, skip):
     assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
         ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
     )
+
+
+@pytest.mark.oracle
+def test_a_saved_folder_is_the_same_tokenizer(ours, ours_from_folder, theirs):
+    assert ours_from_folder.vocab_size == ours.vocab_size
+    assert ours_from_folder.special_ids >= {ours.bos_token_id, ours.eos_token_id}
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        assert ours_from_folder.encode(text) == ids
+        assert ours_from_folder.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    for chat in CHATS:
+        prompt = ours_from_folder.apply_chat_template(chat)
+        assert prompt == theirs.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True
+        )
 
 
 @pytest.mark.oracle

@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpjax.text import TextStream, Tokenizer
-from dcpjax.text.stop import StopFinder
+from dcpjax.text.stop import Match, StopFinder
 
 # ASCII, two, three and four bytes, a combining accent, a joined family, a flag of two letters.
 TEXTS = st.text(st.sampled_from("ab .\n\u00e9\u4e2d\u6587\u0301\U0001f600\u200d\U0001f1e9"))
@@ -87,7 +87,9 @@ def test_text_ends_at_the_first_stop_string(byte_level, text, stops, include, da
 @given(text=TEXTS, data=st.data())
 def test_offsets_point_to_the_character_that_a_token_begins_or_continues(byte_level, text, data):
     ids = ids_of(byte_level, text, data)
-    _, offsets = run(TextStream(byte_level), pushes_of(ids, data))
+    holding = [text + "\x00", "a\x00"]  # texts that wait for a stop string have offsets too
+    stop = data.draw(st.sampled_from([[], holding]))
+    _, offsets = run(TextStream(byte_level, stop=stop), pushes_of(ids, data))
     before = b""
     for token, offset in zip(ids, offsets, strict=True):
         assert offset == len(before.decode("utf-8", errors="ignore"))
@@ -165,6 +167,30 @@ def test_special_tokens_are_text_where_they_are_not_skipped(byte_level):
     assert byte_level.decode(ids, skip_special_tokens=False) == "<s>a</s>"
     stream = TextStream(byte_level, stop=["</s>"], skip_special_tokens=False)
     assert stream.push(ids).text == "<s>a"
+
+
+@given(text=st.text("ab", max_size=60), data=st.data())
+@settings(max_examples=300)
+def test_long_stop_strings_that_repeat_themselves_are_found(text, data):
+    """Stop strings cut from the text itself, some with another end: near misses everywhere."""
+    stops = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        stops.append(text[start : start + 20] + data.draw(st.sampled_from(["", "a", "b"])) or "a")
+    finder = StopFinder(stops)
+    match = next(filter(None, map(finder.push, text)), None) or finder.finish()
+    assert (match and (match.start, match.stop)) == first_stop(text, stops)
+
+
+@pytest.mark.parametrize("stop, text", [("aabaaaab", "aabaaabaaaab"), ("ababac", "abababac")])
+def test_a_near_miss_may_be_the_beginning_of_the_match(stop, text):
+    assert StopFinder([stop]).push(text) == Match(len(text) - len(stop), stop)
+
+
+def test_a_near_miss_is_no_match():
+    finder = StopFinder(["aaabc"])
+    assert finder.push("aaabaabc") is None
+    assert finder.safe_length == len("aaabaabc")
 
 
 class CountingText(str):
