@@ -1,10 +1,15 @@
-"""Counts compilations that nobody expected. JAX reports them per process, so this is per process too."""
+"""Compiled programs: kept between processes, and counted where nobody expected one.
+
+JAX reports compilations per process, so the count is per process too.
+"""
 
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
+import platformdirs
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -37,3 +42,11 @@ class CompilationCounter:
 
 COMPILATIONS = CompilationCounter()
 """The process's counter: JAX's listeners cannot be taken back, so there is one."""
+
+
+def keep_compiled_programs() -> None:
+    """Keep compiled programs between processes, unless JAX was told where already."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = Path(platformdirs.user_cache_dir("dcpjax")) / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -10,7 +10,7 @@ from dcpjax.cache.pool import PoolShape
 from dcpjax.cache.prefix import PagePool
 from dcpjax.config import EngineConfig
 from dcpjax.engine.capacity import choose_num_pages
-from dcpjax.engine.compilations import COMPILATIONS
+from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
 from dcpjax.engine.plan import Drain, StepShapes
 from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
@@ -35,6 +35,7 @@ class Engine:
         self, config: EngineConfig, checkpoint: Checkpoint, *, progress: Progress | None = None
     ) -> None:
         self.config, self.model_config = config, checkpoint.config
+        keep_compiled_programs()
         platform = None if config.device == "auto" else config.device
         devices = find_devices(config.tensor_parallel_size, platform)
         self._mesh = decode_mesh(devices, config.decode_context_parallel_size)

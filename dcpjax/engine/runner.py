@@ -109,6 +109,7 @@ class Runner:
                 audits.append(self._audit(shape, step))
                 if progress is not None:
                     progress(f"compile {shape}", count, total)
+            self._sampler.warm_up(executor)
         self.audits = tuple(audits)
         self._warm_up_sampling()
 
@@ -143,8 +144,7 @@ class Runner:
         return audit
 
     def _warm_up_sampling(self) -> None:
-        """The sampler's programs, and the way from every step's logits to the next step's tokens."""
-        self._sampler.warm_up()
+        """The way from every step's logits to the next step's tokens."""
         for shape in self._shapes:
             result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
             sampled = self._sampler.sample(self._whole_logits(result.logits), {})

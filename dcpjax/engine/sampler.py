@@ -4,9 +4,11 @@ Runs on one device. Steps whose rows are all greedy never come here: the step it
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,55 +80,63 @@ class Sampler:
     def __init__(
         self, device: jax.Device, *, vocab_size: int, max_num_seqs: int, max_rows: int, seed: int
     ) -> None:
-        self._device, self._seed, self._vocab_size = device, seed, vocab_size
+        self._place = jax.sharding.SingleDeviceSharding(device)
+        self._seed, self._vocab_size = seed, vocab_size
         self._max_rows, self._no_slot = max_rows, max_num_seqs
         self._state: SamplingState = jax.jit(
-            partial(init_state, max_num_seqs, vocab_size),
-            out_shardings=jax.sharding.SingleDeviceSharding(device),
+            partial(init_state, max_num_seqs, vocab_size), out_shardings=self._place
         )()
-        self._reset = jax.jit(reset_rows, donate_argnums=0)
-        self._programs: dict[tuple[bool, bool], Callable] = {
-            form: jax.jit(partial(_sample_padded, form=form, max_rows=max_rows), donate_argnums=2)
-            for form in _FORMS
-        }
+        self._programs: dict[tuple[int, tuple[bool, bool]], Callable] = {}
+        self._reset: Callable = reset_rows
 
     def bucket(self, rows: int) -> int:
         """Rows that logits of ``rows`` rows are padded to: few, since sampling takes long to compile."""
         return min(size for size in (*_ROW_BUCKETS, self._max_rows) if size >= rows)
 
-    def warm_up(self) -> None:
-        """Compile every form for every number of rows."""
-        for rows in sorted({self.bucket(rows) for rows in range(1, self._max_rows + 1)}):
-            logits = jax.device_put(np.zeros((rows, self._vocab_size), np.float32), self._device)
-            inputs = self._inputs({}, rows)
-            for program in self._programs.values():
-                _, _, self._state = program(logits, inputs, self._state)
-        self._reset_rows([])
+    def warm_up(self, executor: Executor) -> None:
+        """Compile every form for every number of rows, and the reset of a row."""
+        buckets = sorted({self.bucket(rows) for rows in range(1, self._max_rows + 1)})
+        keys = [(rows, form) for rows in buckets for form in _FORMS]
+        self._programs = dict(zip(keys, executor.map(self._compile, keys), strict=True))
+        row = (np.zeros((1, self._vocab_size), dtype) for dtype in (np.int32, bool))
+        arguments = self._abstract((self._state, np.zeros(1, np.int32), *row))
+        self._reset = jax.jit(reset_rows, donate_argnums=0).lower(*arguments).compile()
+
+    def _compile(self, key: tuple[int, tuple[bool, bool]]) -> Callable:
+        rows, form = key
+        sample_rows = partial(_sample_padded, form=form, max_rows=self._max_rows)
+        logits = np.zeros((rows, self._vocab_size), np.float32)
+        arguments = self._abstract((logits, self._inputs({}, rows), self._state))
+        return jax.jit(sample_rows, donate_argnums=2).lower(*arguments).compile()
+
+    def _abstract(self, arrays: Any) -> Any:
+        """Shapes and types of arrays that will be on this sampler's device."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), arrays
+        )
 
     def start(self, requests: Iterable[Request]) -> None:
         """Begin the counts of requests that got their slot, as far as they need them."""
-        needing = [request for request in requests if request.params.has_penalties]
-        if needing:
-            self._reset_rows(needing)
+        for request in requests:
+            if request.params.has_penalties:
+                self._reset_row(request)
 
-    def _reset_rows(self, requests: Sequence[Request]) -> None:
-        """One request at a time, so that one shape is compiled; none resets the spare row."""
-        rows = [(r.slot, r.output_token_ids, r.prompt_token_ids) for r in requests]
-        for slot, outputs, prompt in rows or [(self._no_slot, [], ())]:
-            counts = np.bincount(np.asarray(outputs, np.int64), minlength=self._vocab_size)
-            in_prompt = np.zeros((1, self._vocab_size), bool)
-            in_prompt[0, list(prompt)] = True
-            self._state = self._reset(
-                self._state, np.asarray([slot], np.int32), counts[None].astype(np.int32), in_prompt
-            )
+    def _reset_row(self, request: Request) -> None:
+        outputs = np.asarray(request.output_token_ids, np.int64)
+        counts = np.bincount(outputs, minlength=self._vocab_size).astype(np.int32)
+        in_prompt = np.zeros(self._vocab_size, bool)
+        in_prompt[list(request.prompt_token_ids)] = True
+        row = (np.asarray([request.slot], np.int32), counts[None], in_prompt[None])
+        self._state = self._reset(self._state, *jax.device_put(row, self._place))
 
     def sample(self, logits: Array, rows: Mapping[int, Request]) -> SampledTokens:
         """Choose tokens for these rows of ``logits`` [rows, V]; returns at once."""
         params = [request.params for request in rows.values()]
         with_logprobs = any(p.logprobs is not None for p in params)
         with_filters = with_logprobs or any(p.has_filters for p in params)
-        program = self._programs[with_filters, with_logprobs]
-        inputs = self._inputs(rows, logits.shape[0])
+        program = self._programs[logits.shape[0], (with_filters, with_logprobs)]
+        inputs = jax.device_put(self._inputs(rows, logits.shape[0]), self._place)
+        logits = jax.device_put(logits, self._place)
         ids, result, self._state = program(logits, inputs, self._state)
         return SampledTokens(ids, rows, result if with_logprobs else None)
 
@@ -148,7 +158,7 @@ class Sampler:
         )
         for row, request in rows.items():
             self._fill(inputs, row, request)
-        return jax.device_put(inputs, self._device)
+        return inputs
 
     def _fill(self, inputs: SamplingInputs, row: int, request: Request) -> None:
         params = request.params
