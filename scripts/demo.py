@@ -9,6 +9,7 @@ import contextlib
 import http
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -19,9 +20,9 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import platformdirs
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
@@ -72,7 +73,7 @@ class Pool:
 def main() -> int:
     options = parse_options()
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, end_on_signal)
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     console = Console()
     try:
         document = read_document(options.document)
@@ -109,10 +110,6 @@ def read_document(path: Path) -> str:
         raise DemoError(f"the document cannot be read: {error}") from error
 
 
-def end_on_signal(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
@@ -129,6 +126,16 @@ def serve_command(options: argparse.Namespace, port: int) -> list[str]:
     ]
 
 
+def server_environment() -> dict[str, str]:
+    """Ours, with a place for compiled programs: the second demo does not compile again."""
+    compiled = platformdirs.user_cache_path("dcpjax") / "compiled"
+    defaults = {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return defaults | os.environ
+
+
 @contextlib.contextmanager
 def running_server(options: argparse.Namespace, port: int) -> Iterator[str]:
     """The base URL of a server that is ready. It is stopped on every way out.
@@ -138,7 +145,9 @@ def running_server(options: argparse.Namespace, port: int) -> Iterator[str]:
     """
     command = serve_command(options, port)
     print("$ dcpjax " + " ".join(command[1:]), flush=True)
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    server = subprocess.Popen(
+        command, env=server_environment(), stdin=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         url = f"http://{HOST}:{port}"
         wait_until_ready(server, url)
