@@ -1,4 +1,4 @@
-"""The exceptions of dcpjax. Each names the rule that was broken and carries the values that broke it.
+"""The exceptions of dcpjax. Each names the rule that was broken and the values that broke it.
 
 DcpjaxError
 ├── ConfigError (ValueError)        a setting is wrong: found at start, exit code 2
@@ -8,8 +8,8 @@ DcpjaxError
 ├── LayoutError (ValueError)        an argument of the layout algebra outside its domain
 ├── RequestError (ValueError)       one request is wrong: HTTP 400, the others go on
 │   └── ContextLengthError          prompt or max_tokens beyond what the engine can hold
-├── AuditError                      a compiled step copies the KV pool or fails to update it in place
-└── EngineDeadError                 the engine stopped; nothing can be served any more
+├── AuditError                      a compiled step copies the KV pool or fails to update it in
+place └── EngineDeadError                 the engine stopped; nothing can be served any more
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ class LayoutError(DcpjaxError, ValueError):
 
 
 class RequestError(DcpjaxError, ValueError):
-    """One request is wrong. ``param`` is the API field to blame, ``code`` a machine-readable reason."""
+    """One request is wrong. ``param`` is the API field to blame, ``code`` the reason as a word."""
 
     def __init__(
         self, rule: str, *, param: str | None = None, code: str | None = None, **values: Any

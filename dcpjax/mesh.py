@@ -71,7 +71,7 @@ def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
 def _request_cpu_devices(count: int) -> None:
     """Ask for virtual CPU devices; JAX refuses once a backend is up, and then there is no need."""
     is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if is_set or jax.config.jax_num_cpu_devices >= count:
+    if is_set or jax.config.values["jax_num_cpu_devices"] >= count:
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -102,7 +102,7 @@ def _mesh(
 
 
 def padded(width: int, ranks: int) -> int:
-    """The least multiple of ``ranks`` that is at least ``width``; the rest is zeros, which is exact."""
+    """The least multiple of ``ranks`` from ``width`` on; the rest is zeros, which is exact."""
     return math.ceil(width / ranks) * ranks
 
 
@@ -153,14 +153,14 @@ class HeadLayout:
 
     @cached_property
     def kv_head_source(self) -> np.ndarray:
-        """For each KV head of the placed arrays [groups · group_kv_heads]: the model's KV head."""
+        """For each placed KV head [groups · group_kv_heads]: the model's."""
         ranks = self.groups * self.dcp
         groups = [head_group(ranks, self.dcp, self.num_kv_heads, g) for g in range(self.groups)]
         return np.concatenate([np.arange(start, stop) for start, stop in groups])
 
     @cached_property
     def q_head_source(self) -> np.ndarray:
-        """For each query head of the placed arrays [groups · group_heads]: the model's, −1 for zeros."""
+        """For each placed query head [groups · group_heads]: the model's, −1 for zeros."""
         real = self.num_heads // self.num_kv_heads
         place = np.arange(self.copies * self.queries_per_kv_head)
         of_kv_head = np.where(place < real, place, -1)

@@ -1,4 +1,4 @@
-"""Decode and prefill of SmolLM2-135M against transformers, against the floor, and DCP against one device.
+"""Decode and prefill of SmolLM2-135M: against transformers, the floor, and DCP against one.
 
 The floor of a decode step is the time to read the weights once, at the bandwidth of a matrix-vector
 product measured in the same run. All sides of a comparison take turns in the same run; ratios are

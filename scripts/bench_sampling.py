@@ -68,7 +68,7 @@ def make_sampler(logits: jax.Array, inputs: SamplingInputs, **flags: bool) -> Ca
 def make_variants(rows: int, vocab: int, num_biased: int) -> dict[str, Callable[[], object]]:
     logits = jnp.asarray(3 * np.random.default_rng(0).normal(size=(rows, vocab)), jnp.float32)
     inputs = make_inputs(rows, num_biased)
-    variants = {
+    variants: dict[str, Callable[[], object]] = {
         "greedy": partial(jax.jit(greedy), logits),
         "by sorting": partial(jax.jit(sample_by_sorting), logits, jax.random.key(0)),
     }

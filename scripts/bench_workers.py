@@ -1,7 +1,7 @@
-"""Worker processes for benchmarks: each holds one engine or one reference model, and measures on request.
+"""Worker processes for benchmarks: each holds an engine or a reference model and measures it.
 
-Two sides that are compared live in processes of their own and take turns, so that both see the same machine.
-A worker reads one JSON request per line from stdin and answers with one JSON line.
+Two sides that are compared live in processes of their own and take turns, so that both see the same
+machine. A worker reads one JSON request per line from stdin and answers with one JSON line.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def serve_requests(
 
 
 def engine_worker(settings: dict[str, Any]) -> None:
-    """Decode and prefill in an engine; the bandwidth that its machine gives a matrix-vector product."""
+    """Decode and prefill in an engine; the bandwidth of a matrix-vector product."""
     from dcpjax.config import EngineConfig
     from dcpjax.engine.engine import Engine
     from dcpjax.models.checkpoint import open_checkpoint
@@ -111,7 +111,7 @@ def _add(engine: Any, name: str, prompt: tuple[int, ...], max_tokens: int) -> No
 
 
 def _time_decode(engine: Any, *, batch: int, context: int, steps: int) -> dict[str, Any]:
-    """Milliseconds per step, once all prompts are computed; their prefix is cached from the first time on."""
+    """Milliseconds per step, once all prompts are computed (or found in the prefix cache)."""
     for row in range(batch):
         _add(engine, f"row {row}", _prompt(context, row), steps + 4 * batch + 8)
     while sum(len(o.token_ids) for o in engine.step()) < batch:

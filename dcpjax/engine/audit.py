@@ -1,8 +1,8 @@
 """Proof that a compiled step updates the KV pool in place.
 
-A hidden copy of the pool costs up to twenty times the step's time and half the capacity, and makes writes from
-other machines into the pool unsafe. The compiled program tells: the pool's input and output share memory, and
-no other instruction has an output of the pool's shape.
+A hidden copy of the pool costs up to twenty times the step's time and half the capacity, and makes
+writes from other machines into the pool unsafe. The compiled program tells: the pool's input and
+output share memory, and no other instruction has an output of the pool's shape.
 """
 
 import re

@@ -10,7 +10,7 @@ from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError
 
 CPU_SHARE = 0.3
-"""Part of the free host memory that pools may take; the rest is for weights, compilers and others."""
+"""Part of the free host memory that pools may take; weights and compilers need the rest."""
 DEVICE_SHARE = 0.85
 """Part of an accelerator's free memory that a pool may take; the rest is for activations."""
 

@@ -34,7 +34,7 @@ class CompilationCounter:
             with self._lock:
                 self._expecting -= 1
 
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILED:
             with self._lock:
                 self.unexpected += not self._expecting
@@ -46,7 +46,7 @@ COMPILATIONS = CompilationCounter()
 
 def keep_compiled_programs() -> None:
     """Keep compiled programs between processes, unless JAX was told where already."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = Path(platformdirs.user_cache_dir("dcpjax")) / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

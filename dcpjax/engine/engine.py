@@ -1,4 +1,4 @@
-"""The engine: one thread, one step at a time, one step of look-ahead. Token ids in, token ids out."""
+"""The engine: one thread, one step of look-ahead, token ids in and token ids out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +27,8 @@ Progress = Callable[[str, int, int], None]
 class Engine:
     """A model, its KV pool and the requests that it works on.
 
-    Construction loads the weights and compiles every shape; ``progress(what, done, total)`` hears of it.
-    ``scheduler`` and ``runner`` are its two halves, host and devices.
+    Construction loads the weights and compiles every shape; ``progress(what, done, total)`` hears
+    of it. ``scheduler`` and ``runner`` are its two halves, host and devices.
     """
 
     def __init__(
@@ -206,9 +206,10 @@ def decode_buckets(least: int, most: int) -> tuple[int, ...]:
 
 
 def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, width) of the prompt blocks: one chunk as long as allowed, short ones, several short ones.
+    """(rows, width) of the prompt blocks: one long chunk, a short one, several short ones.
 
-    Widths are multiples of ranks · interleave, so that every window holds as many tokens of each rank.
+    Widths are multiples of ranks · interleave, so that every window holds as many tokens of each
+    rank.
     """
     cycle = config.decode_context_parallel_size * config.cp_kv_cache_interleave_size
 
@@ -222,7 +223,7 @@ def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
 
 
 def _value_dtype(name: str, platform: str, stored: str) -> jnp.dtype:
-    """The type of weights and activations; "auto" is float32 on CPU and the checkpoint's elsewhere."""
+    """Type of weights and activations; "auto": float32 on CPU, the checkpoint's elsewhere."""
     if name == "auto":
         is_wide = platform == "cpu" or stored == "float32"
         return jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16)

@@ -1,7 +1,7 @@
-"""Plans to arrays to dispatched steps. Owns the parameters and the pool; waits for nothing but results.
+"""Plans to arrays to dispatched steps. Owns the parameters and the pool.
 
-Every shape is compiled and audited in warm-up and run through its compiled form afterwards, so nothing
-can be compiled later.
+Every shape is compiled and audited in warm-up and run through its compiled form afterwards, so
+nothing can be compiled later.
 """
 
 import os
@@ -18,9 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import PoolShape, allocate_pool
 from dcpjax.engine.audit import StepAudit, audit_step
-from dcpjax.engine.sampler import SampledTokens, Sampler
 from dcpjax.engine.plan import Segment, StepPlan, StepShapes
-from dcpjax.engine.step import FROM_HOST, StepShape, gather_logits, make_step
+from dcpjax.engine.sampler import SampledTokens, Sampler
+from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, gather_logits, make_step
 from dcpjax.errors import AuditError
 from dcpjax.mesh import ALL_RANKS
 from dcpjax.models.weights import PlacedModel
@@ -130,7 +130,7 @@ class Runner:
         )
 
     def _audit(self, shape: StepShape, step: Callable) -> StepAudit:
-        """Examine the program, run it with nothing to do, and see that the pool stayed where it was."""
+        """Examine the program, run it with nothing to do, see that the pool stayed in place."""
         share = self._pool.addressable_shards[0].data
         audit = audit_step(step, str(shape), pool_shape=share.shape, pool_dtype=str(share.dtype))
         del share
@@ -166,10 +166,9 @@ class Runner:
         self._previous_rows = {request.request_id: row for row, request in sampling.items()}
         return Dispatched(plan, tokens)
 
-    def _dispatch_forward(self, shape: StepShape, packed: np.ndarray):
-        result = self._steps[shape](
-            self._model.parameters, self._pool, packed, self._previous, self._rank_ids
-        )
+    def _dispatch_forward(self, shape: StepShape, packed: np.ndarray) -> StepResult:
+        arguments = (self._model.parameters, self._pool, packed, self._previous, self._rank_ids)
+        result = StepResult(*self._steps[shape](*arguments))
         self._pool = result.pool
         return result
 
@@ -189,7 +188,7 @@ class Runner:
         return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows))
 
     def _pack(self, shape: StepShape, plan: StepPlan) -> np.ndarray:
-        """The plan as one int32 array; unused rows have no tokens and the scratch page everywhere."""
+        """The plan as one int32 array; unused rows have no tokens and only scratch pages."""
         packed = np.zeros(shape.packed_size, np.int32)
         views = shape.views(packed)
         views["page_tables"][:] = self._pool_shape.scratch_page
@@ -216,7 +215,7 @@ class Runner:
 
 
 def _step_shapes(shapes: StepShapes, table_width: int) -> list[StepShape]:
-    """Decode alone in every size; prompts always beside the most decode rows, which cost little then."""
+    """Decode alone in every size; prompts beside the most decode rows, which then cost little."""
     most = max(shapes.decode_rows)
     decode = [StepShape(rows, 0, 0, table_width) for rows in shapes.decode_rows]
     return decode + [StepShape(most, rows, width, table_width) for rows, width in shapes.prefill]

@@ -1,6 +1,7 @@
-"""The host side of sampling: requests to arrays of parameters, and tokens on the device to tokens here.
+"""The host side of sampling: requests to arrays of parameters, tokens to Python integers.
 
-Runs on one device. Steps whose rows are all greedy never come here: the step itself has their tokens.
+Runs on one device. Steps whose rows are all greedy never come here: the step itself has their
+tokens.
 """
 
 import hashlib
@@ -27,6 +28,15 @@ from dcpjax.sampling import (
 
 _BIAS_WIDTH = MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS + 4  # and a few end-of-sequence ids
 _NO_TOKEN = -1
+_TAKEN_FROM_PARAMS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _ROW_BUCKETS = (1, 4)
 """Rows that sampling is compiled for, beside the most that a step has."""
 _FORMS = ((False, False), (True, False), (True, True))
@@ -47,24 +57,21 @@ class SampledTokens:
         tokens = [[int(ids[row])] for row in self.rows]
         if self.details is None:
             return tokens, [[] for _ in tokens]
-        details = SampleResult(*(np.asarray(value) for value in self.details))
+        details = {name: np.asarray(value) for name, value in self.details._asdict().items()}
         return tokens, [
             [] if request.params.logprobs is None else [_token_logprobs(details, row, request)]
             for row, request in self.rows.items()
         ]
 
 
-def _token_logprobs(details: SampleResult, row: int, request: Request) -> TokenLogprobs:
+def _token_logprobs(details: dict[str, np.ndarray], row: int, request: Request) -> TokenLogprobs:
     wanted = request.params.logprobs or 0
-    top = zip(
-        details.top_ids[row, :wanted].tolist(),
-        details.top_logprobs[row, :wanted].tolist(),
-        strict=True,
-    )
+    ids, logprobs = (details[name][row, :wanted].tolist() for name in ("top_ids", "top_logprobs"))
+    top = zip(ids, logprobs, strict=True)
     return TokenLogprobs(
-        token_id=int(details.tokens[row]),
-        logprob=float(details.logprobs[row]),
-        rank=int(details.ranks[row]),
+        token_id=int(details["tokens"][row]),
+        logprob=float(details["logprobs"][row]),
+        rank=int(details["ranks"][row]),
         top=tuple(pair for pair in top if pair[0] != _NO_TOKEN),
     )
 
@@ -90,7 +97,7 @@ class Sampler:
         self._reset: Callable = reset_rows
 
     def bucket(self, rows: int) -> int:
-        """Rows that logits of ``rows`` rows are padded to: few, since sampling takes long to compile."""
+        """Rows that logits of ``rows`` rows are padded to: few, they take long to compile."""
         return min(size for size in (*_ROW_BUCKETS, self._max_rows) if size >= rows)
 
     def warm_up(self, executor: Executor) -> None:
@@ -106,7 +113,8 @@ class Sampler:
         rows, form = key
         sample_rows = partial(_sample_padded, form=form, max_rows=self._max_rows)
         logits = np.zeros((rows, self._vocab_size), np.float32)
-        arguments = self._abstract((logits, self._inputs({}, rows), self._state))
+        inputs = SamplingInputs(**self._abstract(self._inputs({}, rows)))
+        arguments = (*self._abstract((logits,)), inputs, self._abstract(self._state))
         return jax.jit(sample_rows, donate_argnums=2).lower(*arguments).compile()
 
     def _abstract(self, arrays: Any) -> Any:
@@ -136,48 +144,40 @@ class Sampler:
         with_filters = with_logprobs or any(p.has_filters for p in params)
         program = self._programs[logits.shape[0], (with_filters, with_logprobs)]
         inputs = jax.device_put(self._inputs(rows, logits.shape[0]), self._place)
+        inputs = SamplingInputs(**inputs)
         logits = jax.device_put(logits, self._place)
         ids, result, self._state = program(logits, inputs, self._state)
         return SampledTokens(ids, rows, result if with_logprobs else None)
 
-    def _inputs(self, rows: Mapping[int, Request], num_rows: int) -> SamplingInputs:
-        """Parameters of all rows; those that do not sample are greedy and count in the spare row."""
-        inputs = SamplingInputs(
-            temperature=np.zeros(num_rows, np.float32),
-            top_k=np.zeros(num_rows, np.int32),
-            top_p=np.ones(num_rows, np.float32),
-            min_p=np.zeros(num_rows, np.float32),
-            repetition_penalty=np.ones(num_rows, np.float32),
-            presence_penalty=np.zeros(num_rows, np.float32),
-            frequency_penalty=np.zeros(num_rows, np.float32),
-            seed=np.zeros((num_rows, 2), np.uint32),
-            counter=np.zeros(num_rows, np.int32),
-            slot=np.full(num_rows, self._no_slot, np.int32),
-            bias_ids=np.full((num_rows, _BIAS_WIDTH), _NO_TOKEN, np.int32),
-            bias_values=np.zeros((num_rows, _BIAS_WIDTH), np.float32),
-        )
+    def _inputs(self, rows: Mapping[int, Request], num_rows: int) -> dict[str, np.ndarray]:
+        """Parameters of all rows; those that do not sample are greedy, in the spare slot."""
+        inputs = {
+            "temperature": np.zeros(num_rows, np.float32),
+            "top_k": np.zeros(num_rows, np.int32),
+            "top_p": np.ones(num_rows, np.float32),
+            "min_p": np.zeros(num_rows, np.float32),
+            "repetition_penalty": np.ones(num_rows, np.float32),
+            "presence_penalty": np.zeros(num_rows, np.float32),
+            "frequency_penalty": np.zeros(num_rows, np.float32),
+            "seed": np.zeros((num_rows, 2), np.uint32),
+            "counter": np.zeros(num_rows, np.int32),
+            "slot": np.full(num_rows, self._no_slot, np.int32),
+            "bias_ids": np.full((num_rows, _BIAS_WIDTH), _NO_TOKEN, np.int32),
+            "bias_values": np.zeros((num_rows, _BIAS_WIDTH), np.float32),
+        }
         for row, request in rows.items():
             self._fill(inputs, row, request)
         return inputs
 
-    def _fill(self, inputs: SamplingInputs, row: int, request: Request) -> None:
-        params = request.params
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            getattr(inputs, name)[row] = getattr(params, name)
-        inputs.seed[row] = self._seed_words(request)
-        inputs.counter[row] = request.next_output_index
-        inputs.slot[row] = request.slot
+    def _fill(self, inputs: dict[str, np.ndarray], row: int, request: Request) -> None:
+        for name in _TAKEN_FROM_PARAMS:
+            inputs[name][row] = getattr(request.params, name)
+        inputs["seed"][row] = self._seed_words(request)
+        inputs["counter"][row] = request.next_output_index
+        inputs["slot"][row] = request.slot
         for place, (token, value) in enumerate(_biases(request)):
-            inputs.bias_ids[row, place] = token
-            inputs.bias_values[row, place] = value
+            inputs["bias_ids"][row, place] = token
+            inputs["bias_values"][row, place] = value
 
     def _seed_words(self, request: Request) -> np.ndarray:
         """64 bits: of the request's own seed, else of the engine's seed and the request's id."""

@@ -1,7 +1,7 @@
 """One compiled step: packed host integers in, pool and tokens out.
 
-All that the host says about a step travels in one int32 array per call, because many small transfers to many devices
-cost more than they carry.
+All that the host says about a step travels in one int32 array per call, because many small
+transfers to many devices cost more than they carry.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class StepShape:
         return f"{self.decode_rows}x1+{self.prefill_rows}x{self.prefill_width}"
 
     def fields(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each array in the packed input, in order; rows are decode first, then prefill."""
+        """Shape of each array in the packed input, in order; decode rows come first."""
         return {
             "token_ids": (self.num_tokens,),
             "sources": (self.decode_rows,),
@@ -84,8 +84,8 @@ def make_step(
     *,
     vocab_size: int,
     max_rows: int,
-) -> Callable[..., StepResult]:
-    """The step ``(parameters, pool, packed, previous tokens, rank ids) -> StepResult`` of one shape."""
+) -> Callable[..., tuple[Array, Array, Array]]:
+    """The step of one shape: (parameters, pool, packed, previous, rank ids) to a StepResult."""
 
     def on_rank(parameters, pool, packed, previous, rank_ids):
         llama = model.merge(parameters)
@@ -96,20 +96,19 @@ def make_step(
         hidden, pool = llama.hidden_states(tokens, blocks, pool, rank.astype(jnp.int32))
         logits = llama.logits(jnp.take(hidden, _last_tokens(shape, inputs), axis=0))
         best = _most_likely(logits, rank.astype(jnp.int32), vocab_size)
-        return StepResult(pool, jnp.pad(best, (0, max_rows - shape.rows)), logits)
+        return pool, jnp.pad(best, (0, max_rows - shape.rows)), logits
 
-    specs = tuple(array.sharding.spec for array in model.parameters)
     whole = PartitionSpec()
     return jax.shard_map(
         on_rank,
         mesh=mesh,
-        in_specs=(specs, POOL_SPEC, whole, whole, PartitionSpec(ALL_RANKS)),
-        out_specs=StepResult(POOL_SPEC, whole, PartitionSpec(None, ALL_RANKS)),
+        in_specs=(model.partitions, POOL_SPEC, whole, whole, PartitionSpec(ALL_RANKS)),
+        out_specs=(POOL_SPEC, whole, PartitionSpec(None, ALL_RANKS)),
     )
 
 
 def _blocks(shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: TokenSharding):
-    """The decode block and the prompt block; lengths as uint32, whose division needs no sign handling."""
+    """The decode and the prompt block; lengths as uint32: division without sign handling."""
     parts = ((1, 0, shape.decode_rows), (shape.prefill_width, shape.decode_rows, shape.rows))
     return tuple(
         make_block(

@@ -12,7 +12,6 @@ from jaxtyping import Float, Integer
 from dcpjax.config import ModelConfig, RopeScaling
 from dcpjax.mesh import ALL_RANKS
 
-
 Angles = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
 """Cosine and sine of each token's rotary angles, float32."""
 
@@ -20,7 +19,7 @@ Angles = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
 def parameter(
     shape: Sequence[int], axes: Sequence[str | None], dtype: DTypeLike
 ) -> nnx.Param[Array]:
-    """A parameter of this (global, padded) shape; ``axes`` are logical names, see ``mesh.LOGICAL_AXES``."""
+    """A parameter of this global, padded shape; ``axes``: see ``mesh.LOGICAL_AXES``."""
     return nnx.Param(jnp.zeros(tuple(shape), dtype), axes=tuple(axes))
 
 
@@ -88,7 +87,7 @@ class MLP(nnx.Module):
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[float, ...]:
-    """Angle per position of each pair of columns [head_dim / 2]: ``theta ** (−2i / head_dim)``, scaled."""
+    """Angle per position of each column pair: ``theta ** (−2i / head_dim)``, scaled."""
     half = config.head_dim // 2
     plain = [config.rope_theta ** (-i / half) for i in range(half)]
     if config.rope_scaling is None:
@@ -97,7 +96,7 @@ def rope_frequencies(config: ModelConfig) -> tuple[float, ...]:
 
 
 def _scale_frequency(frequency: float, scaling: RopeScaling) -> float:
-    """Linear: all slowed by the factor. Llama 3: only those whose wave is long, with a ramp between."""
+    """Linear: all slowed by the factor. Llama 3: only the long waves, with a ramp between."""
     if scaling.kind == "linear":
         return frequency / scaling.factor
     waves = scaling.original_max_position * frequency / (2 * math.pi)  # in the original context

@@ -1,7 +1,7 @@
 """The Llama family (Llama 2/3, SmolLM2, Qwen2, Qwen3) as seen by one rank inside ``shard_map``.
 
-Parameters are declared with their global, padded shapes and logical axes; at run time the modules hold one
-rank's share. Hidden states are whole on every rank between layers.
+Parameters are declared with their global, padded shapes and logical axes; at run time the modules
+hold one rank's share. Hidden states are whole on every rank between layers.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Sharding:
 
     @property
     def q_axis(self) -> str:
-        """Logical axis of query heads: with gathered queries each DCP rank has the group's weights."""
+        """Logical axis of query heads; gathered queries need the group's weights on each rank."""
         return "q_heads" if self.prefill_gather == "none" else "group_q_heads"
 
 
@@ -54,9 +54,9 @@ class Sharding:
 class _Part:
     """Blocks that are projected together, and this rank's share of their projections.
 
-    By heads: the rank has all tokens, ``q`` [T, h, D] of its own heads. By tokens (one block): the rank
-    has the tokens that it owns, ``q`` [B, S, H, D] of all heads of its group. ``own`` has keys and values
-    [B, S, k, D] of the tokens that the rank keeps, per block.
+    By heads: the rank has all tokens, ``q`` [T, h, D] of its own heads. By tokens (one block): the
+    rank has the tokens that it owns, ``q`` [B, S, H, D] of all heads of its group. ``own`` has keys
+    and values [B, S, k, D] of the tokens that the rank keeps, per block.
     """
 
     blocks: tuple[Block, ...]
@@ -97,8 +97,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "pages L k P W"]]:
         """Project, write everything into the pool, then attend.
 
-        All writes of a layer come before its reads: a write between two reads makes XLA copy the pool,
-        even if they touch different pages.
+        All writes of a layer come before its reads: a write between two reads makes XLA copy the
+        pool, even if they touch different pages.
         """
         parts = self._project_blocks(x, angles, blocks)
         for part in parts:
@@ -107,7 +107,7 @@ class Attention(nnx.Module):
         return jnp.concatenate([self._attend(part, pool, layer) for part in parts]), pool
 
     def _project_blocks(self, x: Array, angles: Angles, blocks: tuple[Block, ...]) -> list[_Part]:
-        """All blocks at once; with gathered queries each for itself, by tokens where they split evenly."""
+        """All blocks at once; with gathered queries each by itself, by tokens where possible."""
         if self.sharding.prefill_gather == "none":
             return [self._project_by_heads(x, angles, blocks)]
         cos, sin = (split_blocks(angle, blocks) for angle in angles)
@@ -223,7 +223,7 @@ def _run_layer(
     pool: Array,
     index: Array,
 ) -> tuple[Array, Array]:
-    """One layer. Jitted so that all layers share one trace: XLA sees them unrolled, with constant indices."""
+    """One layer. Jitted so that all layers share one trace; XLA sees them unrolled."""
     return layer(x, angles, blocks, pool, index)
 
 

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from dcpjax.config import ModelConfig
-from dcpjax.mesh import HeadLayout, sharding
+from dcpjax.mesh import HeadLayout, partition
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.llama import Llama, Sharding
 
@@ -86,11 +86,12 @@ def _source(path: tuple[Any, ...]) -> tuple[str, Arrange]:
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A model's structure, and its parameters on the mesh as a flat list (cheap to pass to a step)."""
+    """A model's structure, and its placed parameters as a flat tuple, cheap to pass on."""
 
     graph: nnx.GraphDef[Llama]
     tree: jax.tree_util.PyTreeDef
     parameters: tuple[Array, ...]
+    partitions: tuple[PartitionSpec, ...]
 
     def merge(self, parameters: tuple[Array, ...]) -> Llama:
         """The module over these parameters, for example one rank's shares inside ``shard_map``."""
@@ -109,17 +110,17 @@ def place_model(
     model = nnx.eval_shape(lambda: Llama(config, layout, dtype))
     graph, state = nnx.split(model)
     entries = nnx.to_flat_state(state)
-    arrays: dict[tuple[Any, ...], Array] = {}
+    filled = []
     for count, (path, parameter) in enumerate(entries, start=1):
         name, arrange = _source(path)
         tensor = _pad(arrange(checkpoint.read(name), config, layout.heads), parameter.shape)
-        placed = sharding(mesh, *parameter.get_metadata("axes"))
-        arrays[path] = jax.device_put(np.ascontiguousarray(tensor, dtype=dtype), placed)
+        place = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
+        array = jax.device_put(np.ascontiguousarray(tensor, dtype=dtype), place)
+        filled.append((path, parameter.replace(array)))
         if progress is not None:
             progress("load", count, len(entries))
-    filled = [(path, parameter.replace(arrays[path])) for path, parameter in entries]
     leaves, tree = jax.tree.flatten(nnx.from_flat_state(filled))
-    return PlacedModel(graph, tree, tuple(leaves))
+    return PlacedModel(graph, tree, tuple(leaves), tuple(leaf.sharding.spec for leaf in leaves))
 
 
 def _pad(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
