@@ -145,8 +145,11 @@ class CountUpEngine:
         self.is_closed = True
 
 
-TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
-{% endfor %}{% if add_generation_prompt %}a:{% endif %}{% if fail %}{{ raise_exception("no") }}{% endif %}"""
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+    "{% if fail %}{{ raise_exception('no') }}{% endif %}"
+)
 
 
 def byte_tokenizer() -> Tokenizer:
