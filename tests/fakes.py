@@ -71,7 +71,10 @@ class CountUpEngine:
         wanted = len(prompt) + (request.params.max_tokens or 1)
         if wanted > self.max_model_len:
             raise ContextLengthError(
-                "prompt and max_tokens fit into the context", param="prompt", tokens=wanted
+                "the prompt and max_tokens fit into the maximum context length of "
+                f"{self.max_model_len} tokens",
+                param="prompt",
+                tokens=wanted,
             )
         self._num_prompt_tokens += len(prompt)
         self._open[request.request_id] = request
@@ -135,7 +138,7 @@ class CountUpEngine:
             "kv_bytes_per_rank": 4096,
             "kv_tokens_capacity": 1024,
             "acceptance_length": 1.0,
-            "audit": {"audited_steps": 1, "largest_temporary": "none"},
+            "audit": {"steps": 1, "temporary_bytes": 2048},
         }
 
     def reset_prefix_cache(self) -> None:

@@ -120,7 +120,6 @@ def _load(config: EngineConfig) -> Any:
 
 
 @main.command("generate", cls=SectionCommand)
-@click.argument("prompt")
 @option("Generation", "--chat", is_flag=True, help="send PROMPT as a user's message of a chat")
 @option("Generation", "--max-tokens", default=128, help="tokens to generate at most")
 @option("Generation", "--temperature", default=0.0, help="0 always takes the likeliest token")
@@ -131,6 +130,7 @@ def _load(config: EngineConfig) -> Any:
 @option("Generation", "--ignore-eos", is_flag=True, help="go on up to --max-tokens")
 @option("Generation", "--json", "as_json", is_flag=True, help="print one JSON object at the end")
 @engine_options
+@click.argument("prompt")
 def generate_command(
     model: str,
     prompt: str,

@@ -1,7 +1,8 @@
 """Text in, text out, in this process. Importing it does not import JAX, opening an engine does."""
 
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,9 +32,18 @@ def load_engine(
     from dcpjax.engine.engine import Engine
     from dcpjax.models.checkpoint import open_checkpoint
 
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
-    checkpoint = open_checkpoint(config.model, weights=config.load_format != "dummy")
+    checkpoint = open_checkpoint(
+        config.model,
+        weights=config.load_format != "dummy",
+        progress=None if progress is None else _in_percent(progress),
+    )
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
     return Engine(config, checkpoint, progress=progress), tokenizer
+
+
+def _in_percent(progress: ProgressCallback) -> Callable[[str, float | None], None]:
+    """For a download, which knows the part that is done, or not even that."""
+    return lambda what, part: progress(what, int(100 * (part or 0)), 100)
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise RequestError("a stream has one sequence", param="n", n=params.n)
-        requests = self._text.requests(self._next_id(), self.encode(prompt), params)
+        requests = self._requests(self.encode(prompt), params)
         with closing(self._run(requests)) as deltas:
             for _, delta in deltas:
                 yield delta
@@ -176,8 +186,7 @@ class LLM:
     ) -> list[RequestOutput]:
         many_params = _per_prompt(sampling_params, len(encoded))
         groups = [
-            self._text.requests(self._next_id(), ids, params)
-            for ids, params in zip(encoded, many_params, strict=True)
+            self._requests(ids, params) for ids, params in zip(encoded, many_params, strict=True)
         ]
         records = {request.request_id: SequenceRecord() for group in groups for request in group}
         requests = [request for group in groups for request in group]
@@ -215,8 +224,9 @@ class LLM:
             for request_id in states:
                 self._engine.abort(request_id)
 
-    def _next_id(self) -> str:
-        return f"llm-{next(self._ids)}"
+    def _requests(self, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
+        request_id = f"llm-{next(self._ids)}"
+        return self._text.requests(request_id, prompt_token_ids, params, time.monotonic())
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -139,13 +139,17 @@ class TextSide:
         return tuple(tokenizer.encode(text, add_special_tokens))
 
     def requests(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        arrival: float,
     ) -> list[Request]:
         """The ``params.n`` engine requests of one prompt, ``request_id-0`` and so on."""
         if params.stop:
             self.require_tokenizer("a stop string", "stop")
         return [
-            Request(f"{request_id}-{i}", prompt_token_ids, one, self.eos_token_ids)
+            Request(f"{request_id}-{i}", prompt_token_ids, one, self.eos_token_ids, arrival)
             for i, one in enumerate(split_choices(params))
         ]
 

@@ -32,6 +32,7 @@ from dcpjax.server.service import Generation, PromptIds, Service
 from dcpjax.server.streaming import ClientLeftError, EventStream, JsonResponse, while_connected
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+Answer = Response | EventStream
 CLIENT_LEFT = 499  # nobody reads it; logs do
 
 
@@ -40,17 +41,16 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
     middleware = [Middleware(RequestId)]
     if api_keys:
         middleware.append(Middleware(ApiKey, keys=api_keys))
-    endpoints = _Endpoints(service)
     app = Starlette(
-        routes=endpoints.routes(),
+        routes=_Endpoints(service).routes(),
         middleware=middleware,
         exception_handlers={
             HTTPException: _http_error,
             ClientLeftError: _client_left,
             ClientDisconnect: _client_left,
-            ApiError: endpoints.error,
-            DcpjaxError: endpoints.error,
-            Exception: endpoints.error,
+            ApiError: _error,
+            DcpjaxError: _error,
+            Exception: _error,
         },
     )
     app.router.redirect_slashes = False
@@ -75,22 +75,23 @@ class _Endpoints:
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version),
             Route("/load", self.load),
+            Route("/stats", self.stats),
             Route("/metrics", self.metrics),
         ]
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request) -> Answer:
         call = protocol.parse(await _read_body(request), CompletionCall)
 
-        async def answer() -> Response:
+        async def answer() -> Answer:
             prompts = await self._service.completion_prompts(call)
             return await self._generate(request, call, prompts, CompletionFormat())
 
         return await self._admit(request, call, answer)
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: Request) -> Answer:
         call = protocol.parse(await _read_body(request), ChatCall)
 
-        async def answer() -> Response:
+        async def answer() -> Answer:
             prompt = await self._service.chat_prompt(call)
             return await self._generate(request, call, [prompt], ChatFormat())
 
@@ -100,8 +101,8 @@ class _Endpoints:
         self,
         request: Request,
         call: CompletionCall | ChatCall,
-        answer: Callable[[], Coroutine[Any, Any, Response]],
-    ) -> Response:
+        answer: Callable[[], Coroutine[Any, Any, Answer]],
+    ) -> Answer:
         """Refuse what can be refused before the prompt is read; drop it when the client leaves."""
         self._service.check_model(call.model)
         call.sampling_params()
@@ -114,9 +115,9 @@ class _Endpoints:
         call: CompletionCall | ChatCall,
         prompts: Sequence[PromptIds],
         format: Format,
-    ) -> Response:
+    ) -> Answer:
         params = call.sampling_params()
-        answer = _Answer(
+        run = _Run(
             format=format,
             head=Head(
                 name=call.request_id or request.state.request_id,
@@ -128,15 +129,12 @@ class _Endpoints:
                 token_ids=call.return_token_ids is True,
                 token_bytes=self._service.token_bytes,
             ),
-            generation=await self._service.start(prompts, params),
+            generation=await self._service.start(prompts, params, request.state.arrival),
         )
         if not call.stream:
-            return JsonResponse(await answer.whole())
-        return EventStream(
-            answer.events(call.stream_options or StreamOptions()),
-            close=answer.generation.close,
-            to_api_error=self._to_api_error,
-        )
+            return JsonResponse(await run.whole())
+        events = run.events(call.stream_options or StreamOptions())
+        return EventStream(events, run.generation.close)
 
     # Text
 
@@ -189,6 +187,9 @@ class _Endpoints:
     async def load(self, request: Request) -> Response:
         return JsonResponse({"server_load": self._service.client.num_open})
 
+    async def stats(self, request: Request) -> Response:
+        return JsonResponse(await self._service.client.call(lambda engine: engine.stats()))
+
     async def metrics(self, request: Request) -> Response:
         return Response(await self._service.scrape(), media_type=CONTENT_TYPE)
 
@@ -196,18 +197,9 @@ class _Endpoints:
         await self._service.client.call(lambda engine: engine.reset_prefix_cache())
         return Response()
 
-    # Errors
-
-    async def error(self, request: Request, error: Exception) -> Response:
-        answer = self._to_api_error(error)
-        return JsonResponse(answer.body(), answer.status)
-
-    def _to_api_error(self, error: Exception) -> ApiError:
-        return to_api_error(error, self._service.max_model_len)
-
 
 @dataclass(frozen=True)
-class _Answer:
+class _Run:
     """The way from a running generation to JSON."""
 
     format: Format
@@ -253,6 +245,11 @@ async def _read_body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise BodyTooLargeError("the body is too large", limit_bytes=MAX_BODY_BYTES)
     return bytes(body)
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    answer = to_api_error(error)
+    return JsonResponse(answer.body(), answer.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

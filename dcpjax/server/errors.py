@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcpjax.errors import ContextLengthError, DcpjaxError, EngineDeadError, RequestError
+from dcpjax.errors import DcpjaxError, EngineDeadError, RequestError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -49,14 +49,11 @@ class AccessError(DcpjaxError):
     """A missing or wrong API key."""
 
 
-def to_api_error(error: Exception, max_model_len: int) -> ApiError:
+def to_api_error(error: Exception) -> ApiError:
     """The answer to an exception; what is not one of ours is an internal error without details."""
     match error:
         case ApiError():
             return error
-        case ContextLengthError():
-            limit = f"This model's maximum context length is {max_model_len} tokens. "
-            return ApiError(400, limit + str(error), error.param, error.code)
         case RequestError():
             return ApiError(400, str(error), error.param, error.code)
         case AccessError():

@@ -58,19 +58,27 @@ class _EngineCollector(Collector):
         if not self.stats:
             return
         for name, (key, help) in _GAUGES.items():
-            yield self._with_value(GaugeMetricFamily(name, help, labels=["model_name"]), key)
+            yield self._gauge(name, help, self.stats[key])
         for name, (key, help) in _COUNTERS.items():
-            yield self._with_value(CounterMetricFamily(name, help, labels=["model_name"]), key)
-        shapes = GaugeMetricFamily(
-            "dcpjax:compiled_shapes", "programs compiled in warm-up", labels=["model_name"]
-        )
-        shapes.add_metric([self._model_name], len(self.stats["compiled_shapes"]))
-        yield shapes
+            counter = CounterMetricFamily(name, help, labels=["model_name"])
+            counter.add_metric([self._model_name], self.stats[key])
+            yield counter
+        num_shapes = len(self.stats["compiled_shapes"])
+        yield self._gauge("dcpjax:compiled_shapes", "programs compiled in warm-up", num_shapes)
         yield self._cache_config()
-        yield self._audit()
+        audit = self.stats["audit"]
+        yield self._gauge(
+            "dcpjax:audited_steps", "compiled steps that were audited", audit["steps"]
+        )
+        yield self._gauge(
+            "dcpjax:audit_temporary_bytes",
+            "largest temporary memory of a compiled step",
+            audit["temporary_bytes"],
+        )
 
-    def _with_value(self, family: Any, key: str) -> Metric:
-        family.add_metric([self._model_name], float(self.stats[key]))
+    def _gauge(self, name: str, help: str, value: float | int) -> Metric:
+        family = GaugeMetricFamily(name, help, labels=["model_name"])
+        family.add_metric([self._model_name], value)
         return family
 
     def _cache_config(self) -> Metric:
@@ -78,17 +86,6 @@ class _EngineCollector(Collector):
         family = GaugeMetricFamily("vllm:cache_config_info", "shape of the KV pool", labels=labels)
         values = [self._model_name, str(self.stats["block_size"]), str(self.stats["num_pages"])]
         family.add_metric(values, 1)
-        return family
-
-    def _audit(self) -> Metric:
-        family = GaugeMetricFamily(
-            "dcpjax:audit",
-            "what the audit of the compiled steps found",
-            labels=["model_name", "what"],
-        )
-        for what, value in self.stats["audit"].items():
-            if isinstance(value, int | float):
-                family.add_metric([self._model_name, what], float(value))
         return family
 
 
@@ -147,12 +144,12 @@ class SequenceTimer:
 
     metrics: Metrics
     num_prompt_tokens: int
+    arrival: float
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._arrival = self.clock()
         self._first: float | None = None
-        self._last = self._arrival
+        self._last = self.arrival
         self._num_tokens = 0
         self._has_ended = False
 
@@ -163,7 +160,7 @@ class SequenceTimer:
         now = self.clock()
         if self._first is None:
             self._first = now
-            self.metrics.time_to_first_token.observe(now - self._arrival)
+            self.metrics.time_to_first_token.observe(now - self.arrival)
         else:
             for _ in range(count):
                 self.metrics.inter_token_latency.observe((now - self._last) / count)
@@ -177,7 +174,7 @@ class SequenceTimer:
         self._has_ended = True
         metrics = self.metrics
         metrics.ended[reason].inc()
-        metrics.e2e_latency.observe(self.clock() - self._arrival)
+        metrics.e2e_latency.observe(self.clock() - self.arrival)
         metrics.prompt_tokens.observe(self.num_prompt_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         if self._first is not None and self._num_tokens > 1:

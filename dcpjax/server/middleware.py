@@ -2,6 +2,7 @@
 
 import re
 import secrets
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -17,7 +18,11 @@ _CLEAN_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestId:
-    """Every answer carries ``X-Request-Id``, the client's own where it sent a clean one."""
+    """Every answer carries ``X-Request-Id``, the client's own where it sent a clean one.
+
+    The endpoints find it in ``request.state.request_id``, and when the call came (``arrival``,
+    monotonic seconds).
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -28,7 +33,7 @@ class RequestId:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _CLEAN_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, arrival=time.monotonic())
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -49,7 +54,7 @@ class ApiKey:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(scope):
             await self._app(scope, receive, send)
             return
-        error = to_api_error(AccessError("this server needs a valid API key"), 0)
+        error = to_api_error(AccessError("this server needs a valid API key"))
         response = JsonResponse(error.body(), error.status, headers={"www-authenticate": "Bearer"})
         await response(scope, receive, send)
 

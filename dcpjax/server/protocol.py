@@ -47,7 +47,7 @@ class GenerationCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that completions and chat share."""
 
     model: str | None = None
-    request_id: str | None = None
+    request_id: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

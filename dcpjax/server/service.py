@@ -168,8 +168,10 @@ class Service:
             template_kwargs=call.chat_template_kwargs,
         )
 
-    async def start(self, prompts: Sequence[PromptIds], params: SamplingParams) -> Generation:
-        """Hand a call to the engine.
+    async def start(
+        self, prompts: Sequence[PromptIds], params: SamplingParams, arrival: float
+    ) -> Generation:
+        """Hand a call that came at ``arrival`` (monotonic seconds) to the engine.
 
         Raises:
             RequestError: the engine refuses it.
@@ -179,7 +181,7 @@ class Service:
         requests = [
             request
             for number, prompt in enumerate(prompts)
-            for request in self.text.requests(f"{call_id}-{number}", prompt, params)
+            for request in self.text.requests(f"{call_id}-{number}", prompt, params, arrival)
         ]
         choices = {
             request.request_id: self._choice(index, request)
@@ -188,7 +190,7 @@ class Service:
         return Generation(prompts, choices, await self.client.open(requests))
 
     def _choice(self, index: int, request: Request) -> Choice:
-        timer = SequenceTimer(self.metrics, len(request.prompt_token_ids))
+        timer = SequenceTimer(self.metrics, len(request.prompt_token_ids), request.arrival)
         place = Place(index, request.prompt_token_ids)
         return Choice(place, self.text.state(request.params), timer)
 

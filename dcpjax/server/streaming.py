@@ -10,9 +10,15 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dcpjax.server.errors import ApiError
+from dcpjax.server.errors import to_api_error
 
 Result = TypeVar("Result")
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies pass each event on at once
+]
 
 _log = logging.getLogger(__name__)
 
@@ -55,30 +61,16 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-class EventStream(Response):
-    """Sends objects as server-sent events, then ``[DONE]``.
+class EventStream:
+    """An ASGI response that sends objects as server-sent events, then ``[DONE]``.
 
     An error is one more event, since the status has been sent. ``close`` is called at the end,
     however it comes.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncGenerator[Any, None],
-        *,
-        close: Callable[[], None],
-        to_api_error: Callable[[Exception], ApiError],
-    ) -> None:
-        self.status_code = 200
-        self.background = None
-        self.body = b""
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]  # of the empty body
+    def __init__(self, events: AsyncGenerator[Any, None], close: Callable[[], None]) -> None:
         self._events = events
         self._close = close
-        self._to_api_error = to_api_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -89,7 +81,7 @@ class EventStream(Response):
             self._close()
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         async with aclosing(self._encoded()) as events:
             async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -101,7 +93,7 @@ class EventStream(Response):
                 async for event in events:
                     yield _event(event)
         except Exception as error:  # the status is out: the stream itself has to say it
-            answer = self._to_api_error(error)
+            answer = to_api_error(error)
             if answer.status == 500:
                 _log.exception("a stream failed")
             yield _event(answer.body())

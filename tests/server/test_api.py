@@ -209,6 +209,7 @@ async def test_small_endpoints(api: Api) -> None:
     for path in ("/health", "/ping"):
         response = await api.http.get(path)
         assert (response.status_code, response.content) == (200, b"")
+    assert (await api.http.get("/stats")).json() == api.engine.stats()
     assert (await api.http.get("/load")).json() == {"server_load": 0}
     assert (await api.http.post("/reset_prefix_cache")).status_code == 200
     assert api.engine.num_cache_resets == 1
@@ -297,7 +298,7 @@ async def test_metrics_after_some_calls(api: Api) -> None:
         'vllm:kv_cache_usage_perc{model_name="counter"} 0.25',
         'vllm:cache_config_info{block_size="16",model_name="counter",num_gpu_blocks="64"} 1.0',
         'dcpjax:compilations_after_warmup_total{model_name="counter"} 0.0',
-        'dcpjax:audit{model_name="counter",what="audited_steps"} 1.0',
+        'dcpjax:audited_steps{model_name="counter"} 1.0',
     ):
         assert line in text.splitlines()
     assert (await api.http.head("/metrics")).status_code == 200

@@ -169,7 +169,7 @@ async def test_too_long_says_maximum_context_length(api: Api, is_stream: bool) -
         assert response.status_code == 400
         error = error_of(response)
         assert error["code"] == "context_length_exceeded"
-        assert "maximum context length is 512 tokens" in error["message"]
+        assert "maximum context length of 512 tokens" in error["message"]
     assert (await api.complete("a", max_tokens=511)).status_code == 200
 
 
