@@ -234,13 +234,18 @@ def parse(body: bytes, kind: type[Call]) -> Call:
     try:
         call = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message = str(error)[:_MAX_MESSAGE]
-        raise RequestError(message, param=_blamed_field(message)) from None
+        message = str(error)
+        raise RequestError(_shortened(message), param=_blamed_field(message)) from None
     except (msgspec.DecodeError, RecursionError) as error:
-        reason = str(error)[:_MAX_MESSAGE]
-        raise RequestError(f"the body is not valid JSON: {reason}") from None
+        raise RequestError(f"the body is not valid JSON: {_shortened(str(error))}") from None
     refuse_unsupported(call)
     return call
+
+
+def _shortened(message: str) -> str:
+    """What a client sent may be in the middle; the end says where."""
+    half = _MAX_MESSAGE // 2
+    return message if len(message) <= _MAX_MESSAGE else f"{message[:half]}...{message[-half:]}"
 
 
 def _blamed_field(message: str) -> str | None:

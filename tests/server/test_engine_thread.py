@@ -113,9 +113,12 @@ async def test_abort_all_ends_streams_with_a_reason(engine: CountUpEngine) -> No
 async def test_a_failing_step_ends_everything(
     engine: CountUpEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.fail_at_step = 2
+    gate = engine.gate = Gate()
+    gate.allow(1)
     async with EngineClient(engine, max_open=9) as client:
         streams = [await client.open([request(1)]), await client.open([request(5)])]
+        engine.fail_at_step = 1
+        gate.open()
         for stream in streams:
             with pytest.raises(EngineDeadError):
                 async for _ in stream:
