@@ -114,9 +114,13 @@ async def test_a_failing_step_ends_everything(
     engine: CountUpEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = engine.gate = Gate()
-    gate.allow(1)
     async with EngineClient(engine, max_open=9) as client:
-        streams = [await client.open([request(1)]), await client.open([request(5)])]
+        first = await client.open([request(1)])
+        second = asyncio.create_task(client.open([request(5)]))
+        while client.num_open < 2:  # until the task has run up to its first wait
+            await asyncio.sleep(0)
+        gate.allow(1)
+        streams = [first, await second]
         engine.fail_at_step = 1
         gate.open()
         for stream in streams:
@@ -181,14 +185,16 @@ async def test_limits(engine: CountUpEngine) -> None:
 
 
 async def test_after_the_end_everything_is_refused(engine: CountUpEngine) -> None:
-    client = EngineClient(engine, max_open=2)
-    async with client:
-        gate = engine.gate = Gate()
-        stream = await client.open([request(1, max_tokens=400)])
-        gate.allow(1)
-        await anext(stream)
-        gate.open()
+    gate = engine.gate = Gate()
+    client = await EngineClient(engine, max_open=2).__aenter__()
+    stream = await client.open([request(1, max_tokens=400)])
+    closing = asyncio.create_task(client.__aexit__())
+    await asyncio.sleep(0)  # the wish to stop is in the inbox before the engine may go on
+    gate.open()
+    await closing
     with pytest.raises(EngineDeadError):
         async for _ in stream:
             pass
+    with pytest.raises(EngineDeadError):
+        await client.open([request(1)])
     assert client.num_open == 0
