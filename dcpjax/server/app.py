@@ -48,7 +48,6 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
             HTTPException: _http_error,
             ClientLeftError: _client_left,
             ClientDisconnect: _client_left,
-            ApiError: _error,
             DcpjaxError: _error,
             Exception: _error,
         },

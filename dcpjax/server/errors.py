@@ -18,8 +18,8 @@ _TYPES = {
 }
 
 
-@dataclass
-class ApiError(Exception):
+@dataclass(frozen=True)
+class ApiError:
     """What one failed call answers."""
 
     status: int
@@ -52,8 +52,6 @@ class AccessError(DcpjaxError):
 def to_api_error(error: Exception) -> ApiError:
     """The answer to an exception; what is not one of ours is an internal error without details."""
     match error:
-        case ApiError():
-            return error
         case RequestError():
             return ApiError(400, str(error), error.param, error.code)
         case AccessError():
