@@ -1,0 +1,197 @@
+"""The text side of a sequence: prompts to token ids, and the engine's tokens back to text.
+
+Used by :class:`dcpjax.LLM` and by the server alike. It knows nothing about HTTP and needs no JAX.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcpjax.engine.request import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
+from dcpjax.errors import RequestError
+from dcpjax.llm.interfaces import TokenEngine
+from dcpjax.text.stream import TextStream
+from dcpjax.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class SequenceDelta:
+    """What one step adds to one sequence. ``finish_reason`` is set on the last one.
+
+    ``stop_reason`` is the stop string or the id of ``stop_token_ids`` that ended it; None for an
+    end-of-sequence token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+
+
+class SequenceState:
+    """Turns the tokens of one sequence into text and decides whether a stop string ended it."""
+
+    def __init__(self, params: SamplingParams, stream: TextStream | None) -> None:
+        self._params = params
+        self._stream = stream
+
+    def push(self, output: TokenOutput) -> SequenceDelta:
+        """The text of new tokens; the token that ends a sequence has an id but no text.
+
+        If the result has a finish reason that ``output`` has not, a stop string was found: the
+        engine does not know, and the caller aborts the request there.
+        """
+        text = ""
+        for count, token_id in enumerate(self._shown(output), start=1):
+            text += self._decode(token_id)
+            if self._stopped is not None:
+                return self._delta(output, text, count)
+        if output.finish_reason is not None and self._stream is not None:
+            text += self._stream.finish()
+        return self._delta(output, text, len(output.token_ids))
+
+    def _delta(self, output: TokenOutput, text: str, count: int) -> SequenceDelta:
+        """The first ``count`` tokens of ``output`` with their text and, if any, the ending."""
+        finish_reason, stop_reason = output.finish_reason, self._stopped
+        if stop_reason is not None:
+            finish_reason = FinishReason.STOP
+        elif output.stop_token_id in self._params.stop_token_ids:
+            stop_reason = output.stop_token_id
+        return SequenceDelta(
+            text=text,
+            token_ids=output.token_ids[:count],
+            logprobs=output.logprobs[:count],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+
+    @property
+    def _stopped(self) -> str | None:
+        return None if self._stream is None else self._stream.stopped
+
+    def _decode(self, token_id: int) -> str:
+        return "" if self._stream is None else self._stream.push((token_id,)).text
+
+    def _shown(self, output: TokenOutput) -> tuple[int, ...]:
+        hides_last = output.stop_token_id is not None
+        if hides_last and not self._params.include_stop_str_in_output:
+            return output.token_ids[:-1]
+        return output.token_ids
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """Everything between text and token ids. Without a tokenizer only token ids are accepted."""
+
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, engine: TokenEngine, tokenizer: Tokenizer | None) -> "TextSide":
+        """End of sequence is what the model's configuration or its tokenizer calls so."""
+        ends = set(engine.model_config.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            ends.add(tokenizer.eos_token_id)
+        return cls(tokenizer, frozenset(ends))
+
+    def require_tokenizer(self, what: str, param: str | None = None) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, and this engine runs with skip_tokenizer_init",
+                param=param,
+            )
+        return self.tokenizer
+
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            tokenizer = self.require_tokenizer("a prompt of text", "prompt")
+            return tuple(tokenizer.encode(prompt, add_special_tokens))
+        return tuple(prompt)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation; the template itself writes the special tokens."""
+        tokenizer = self.require_tokenizer("a conversation", "messages")
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            **(template_kwargs or {}),
+        )
+        return tuple(tokenizer.encode(text, add_special_tokens))
+
+    def requests(
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        arrival: float,
+    ) -> list[Request]:
+        """The ``params.n`` engine requests of one prompt, ``request_id-0`` and so on."""
+        if params.stop:
+            self.require_tokenizer("a stop string", "stop")
+        return [
+            Request(f"{request_id}-{i}", prompt_token_ids, one, self.eos_token_ids, arrival)
+            for i, one in enumerate(split_choices(params))
+        ]
+
+    def state(self, params: SamplingParams) -> SequenceState:
+        if self.tokenizer is None:
+            return SequenceState(params, None)
+        stream = TextStream(
+            self.tokenizer,
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
+        return SequenceState(params, stream)
+
+
+def split_choices(params: SamplingParams) -> list[SamplingParams]:
+    """One set of parameters per choice, with seeds ``seed, seed + 1, ...``."""
+    return [
+        dataclasses.replace(params, n=1, seed=None if params.seed is None else params.seed + i)
+        for i in range(params.n)
+    ]
+
+
+@dataclass
+class SequenceRecord:
+    """Everything that one sequence has produced so far."""
+
+    parts: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def add(self, delta: SequenceDelta) -> None:
+        self.parts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)

@@ -1,0 +1,182 @@
+"""Prometheus metrics, under the names of vLLM where the meaning is the same.
+
+What the engine counts is read from ``Engine.stats()`` at the moment of a scrape; what only a
+client can feel, latencies and how requests ended, is observed here. One registry per server.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from dcpjax.engine.request import FinishReason
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+    1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+_TOKENS = tuple(2.0**i for i in range(21))
+
+# name of the metric: key in stats(), help
+_GAUGES: Mapping[str, tuple[str, str]] = {
+    "vllm:num_requests_running": ("num_requests_running", "requests that are being computed"),
+    "vllm:num_requests_waiting": ("num_requests_waiting", "requests that wait for room"),
+    "vllm:kv_cache_usage_perc": ("kv_cache_usage", "used share of the KV pages, 0 to 1"),
+    "dcpjax:kv_bytes_per_rank": ("kv_bytes_per_rank", "bytes of the KV pool on one rank"),
+    "dcpjax:kv_tokens_capacity": ("kv_tokens_capacity", "tokens that the KV pool can hold"),
+    "dcpjax:acceptance_length": ("acceptance_length", "tokens per sequence and step"),
+}
+_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "vllm:prompt_tokens": ("prompt_tokens", "prompt tokens of started requests"),
+    "vllm:generation_tokens": ("generation_tokens", "generated tokens"),
+    "vllm:num_preemptions": ("num_preemptions", "requests that lost their pages and started over"),
+    "vllm:prefix_cache_queries": ("prefix_cache_queries", "tokens looked up in the prefix cache"),
+    "vllm:prefix_cache_hits": ("prefix_cache_hits", "tokens found in the prefix cache"),
+    "dcpjax:steps": ("steps", "steps of the engine"),
+    "dcpjax:compilations_after_warmup": (
+        "compilations_after_warmup",
+        "programs compiled while serving; should stay 0",
+    ),
+}
+
+
+class _EngineCollector(Collector):
+    """Turns one ``Engine.stats()`` into metrics. Holds the latest, for the next scrape."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.stats: Mapping[str, Any] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        if not self.stats:
+            return
+        for name, (key, help) in _GAUGES.items():
+            yield self._gauge(name, help, self.stats[key])
+        for name, (key, help) in _COUNTERS.items():
+            counter = CounterMetricFamily(name, help, labels=["model_name"])
+            counter.add_metric([self._model_name], self.stats[key])
+            yield counter
+        num_shapes = len(self.stats["compiled_shapes"])
+        yield self._gauge("dcpjax:compiled_shapes", "programs compiled in warm-up", num_shapes)
+        yield self._cache_config()
+        audit = self.stats["audit"]
+        yield self._gauge(
+            "dcpjax:audited_steps", "compiled steps that were audited", audit["steps"]
+        )
+        yield self._gauge(
+            "dcpjax:audit_temporary_bytes",
+            "largest temporary memory of a compiled step",
+            audit["temporary_bytes"],
+        )
+
+    def _gauge(self, name: str, help: str, value: float | int) -> Metric:
+        family = GaugeMetricFamily(name, help, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _cache_config(self) -> Metric:
+        labels = ["model_name", "block_size", "num_gpu_blocks"]
+        family = GaugeMetricFamily("vllm:cache_config_info", "shape of the KV pool", labels=labels)
+        values = [self._model_name, str(self.stats["block_size"]), str(self.stats["num_pages"])]
+        family.add_metric(values, 1)
+        return family
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector(model_name)
+        self._registry.register(self._engine)
+        self.time_to_first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "arrival to first token", _SECONDS, model_name
+        )
+        self.inter_token_latency = self._histogram(
+            "vllm:inter_token_latency_seconds", "between two tokens", _SECONDS, model_name
+        )
+        self.time_per_output_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "mean time between tokens of one request",
+            _SECONDS,
+            model_name,
+        )
+        self.e2e_latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "arrival to last token", _SECONDS, model_name
+        )
+        self.prompt_tokens = self._histogram(
+            "vllm:request_prompt_tokens", "tokens of a prompt", _TOKENS, model_name
+        )
+        self.generation_tokens = self._histogram(
+            "vllm:request_generation_tokens", "tokens of an answer", _TOKENS, model_name
+        )
+        ended = Counter(
+            "vllm:request_success",
+            "requests by how they ended",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self.ended = {reason: ended.labels(model_name, reason.value) for reason in FinishReason}
+
+    def _histogram(
+        self, name: str, help: str, buckets: tuple[float, ...], model_name: str
+    ) -> Histogram:
+        family = Histogram(name, help, ["model_name"], buckets=buckets, registry=self._registry)
+        return family.labels(model_name)
+
+    def render(self, stats: Mapping[str, Any] | None) -> bytes:
+        """The text of one scrape. None: the engine is gone, its last numbers stay."""
+        if stats is not None:
+            self._engine.stats = stats
+        return generate_latest(self._registry)
+
+
+@dataclass
+class SequenceTimer:
+    """Observes one sequence from its arrival to its end."""
+
+    metrics: Metrics
+    num_prompt_tokens: int
+    arrival: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._first: float | None = None
+        self._last = self.arrival
+        self._num_tokens = 0
+        self._has_ended = False
+
+    def add_tokens(self, count: int) -> None:
+        """Tokens have arrived together; their waiting time is shared among them."""
+        if count == 0:
+            return
+        now = self.clock()
+        if self._first is None:
+            self._first = now
+            self.metrics.time_to_first_token.observe(now - self.arrival)
+        else:
+            for _ in range(count):
+                self.metrics.inter_token_latency.observe((now - self._last) / count)
+        self._last = now
+        self._num_tokens += count
+
+    def end(self, reason: FinishReason) -> None:
+        """The sequence is over; a second call changes nothing."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        metrics = self.metrics
+        metrics.ended[reason].inc()
+        metrics.e2e_latency.observe(self.clock() - self.arrival)
+        metrics.prompt_tokens.observe(self.num_prompt_tokens)
+        metrics.generation_tokens.observe(self._num_tokens)
+        if self._first is not None and self._num_tokens > 1:
+            span = self._last - self._first
+            metrics.time_per_output_token.observe(span / (self._num_tokens - 1))

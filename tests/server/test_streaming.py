@@ -1,0 +1,127 @@
+"""Work that ends when the client leaves, and streams that always end."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from dcpjax.errors import EngineDeadError
+from dcpjax.server.streaming import ClientLeftError, EventStream, while_connected
+
+pytestmark = pytest.mark.anyio
+
+
+class Client:
+    """The other end of an ASGI call. ``leave`` closes the connection."""
+
+    def __init__(self) -> None:
+        self._left = asyncio.Event()
+        self.sent: list[Any] = []
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def receive(self) -> Any:
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+
+async def test_work_that_is_done_first_gives_its_result() -> None:
+    async def work() -> int:
+        return 7
+
+    assert await while_connected(Client().receive, work()) == 7
+
+
+async def test_work_that_fails_raises() -> None:
+    async def work() -> int:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await while_connected(Client().receive, work())
+
+
+async def test_work_is_cancelled_when_the_client_leaves() -> None:
+    client, ended = Client(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            client.leave()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with pytest.raises(ClientLeftError):
+        await while_connected(client.receive, work())
+    assert ended.is_set()
+
+
+async def test_work_is_cancelled_with_its_caller() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    caller = asyncio.create_task(while_connected(Client().receive, work()))
+    await started.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()
+
+
+async def stream(client: Client, events: AsyncGenerator[Any, None]) -> list[str]:
+    """Send events and say what was called."""
+    calls: list[str] = []
+    await EventStream(events, lambda: calls.append("close"))({}, client.receive, client.send)
+    return calls
+
+
+async def test_a_stream_ends_with_done() -> None:
+    async def events() -> AsyncGenerator[Any, None]:
+        yield {"a": 1}
+
+    client = Client()
+    assert await stream(client, events()) == ["close"]
+    assert client.text == 'data: {"a":1}\n\ndata: [DONE]\n\n'
+    assert client.sent[0]["status"] == 200
+    assert client.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+async def test_an_error_is_an_event() -> None:
+    async def events() -> AsyncGenerator[Any, None]:
+        yield {"a": 1}
+        raise EngineDeadError("gone")
+
+    client = Client()
+    assert await stream(client, events()) == ["close"]
+    assert '"message":"gone"' in client.text
+    assert client.text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_stream_is_closed_when_the_client_leaves() -> None:
+    client, ended = Client(), asyncio.Event()
+
+    async def events() -> AsyncGenerator[Any, None]:
+        try:
+            yield {"a": 1}
+            client.leave()
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    assert await stream(client, events()) == ["close"]
+    assert ended.is_set()
+    assert "[DONE]" not in client.text
