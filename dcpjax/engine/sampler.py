@@ -30,7 +30,6 @@ _BIAS_WIDTH = MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS + 4  # and a few end-of-seq
 _NO_TOKEN = -1
 _TAKEN_FROM_PARAMS = (
     "temperature",
-    "top_k",
     "top_p",
     "min_p",
     "repetition_penalty",
@@ -172,6 +171,7 @@ class Sampler:
     def _fill(self, inputs: dict[str, np.ndarray], row: int, request: Request) -> None:
         for name in _TAKEN_FROM_PARAMS:
             inputs[name][row] = getattr(request.params, name)
+        inputs["top_k"][row] = min(request.params.top_k, self._vocab_size)
         inputs["seed"][row] = self._seed_words(request)
         inputs["counter"][row] = request.next_output_index
         inputs["slot"][row] = request.slot
