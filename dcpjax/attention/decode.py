@@ -5,6 +5,7 @@ collectives with ``ag_rs`` (queries, lse, outputs), two with ``a2a``; none witho
 """
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Shaped
 
@@ -84,10 +85,11 @@ def attend_block(
             layer=layer,
         )
 
+    is_real = (block.own < block.num_tokens[:, None])[..., None, None]
     segments = (
         q.reshape(block.rows, block.width, *q.shape[1:]),
         own_k,
-        own_v,
+        jnp.where(is_real, own_v, jnp.zeros((), own_v.dtype)),  # padding may be NaN: 0 · NaN is NaN
         block.page_tables,
         block.prior_lengths,
         block.own_positions,
