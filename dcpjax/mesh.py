@@ -110,7 +110,7 @@ def _mesh(devices: Sequence[jax.Device], shape: dict[str, int]) -> Mesh:
 
 
 def padded(width: int, ranks: int) -> int:
-    """The least multiple of ``ranks`` that is at least ``width``; the rest is zeros, which is exact."""
+    """The least multiple of ``ranks`` that is at least ``width``. The rest is zeros: exact."""
     return math.ceil(width / ranks) * ranks
 
 
@@ -176,7 +176,7 @@ class HeadLayout:
 
     @cached_property
     def q_head_source(self) -> np.ndarray:
-        """For each query head of the placed arrays [groups · group_heads]: the model's, −1 for zeros."""
+        """For each query head of the placed arrays [groups · group_heads]: the model's; −1: 0."""
         real = self.num_heads // self.num_kv_heads
         place = np.arange(self.copies * self.queries_per_kv_head)
         of_kv_head = np.where(place < real, place, -1)

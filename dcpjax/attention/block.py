@@ -1,7 +1,7 @@
 """A block of a step: ``rows`` segments of ``width`` tokens each, and where their tokens live.
 
-Static shape, traced content. Rows that are not used have no tokens; tokens past a segment's end are padding
-and go to the scratch page.
+Static shape, traced content. Rows that are not used have no tokens; tokens past a segment's end are
+padding and go to the scratch page.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ class Block:
 def window_offsets(
     width: int, prior_lengths: Integer[Array, " B"], rank: Array | int, sharding: TokenSharding
 ) -> Integer[Array, "B S"]:
-    """Per segment, the offsets of the tokens that ``rank`` owns; only where the width splits evenly."""
+    """Per segment, the offsets of the tokens of ``rank``; only where the width splits evenly."""
     return jax.vmap(
         lambda start: window_rows(
             start, width, rank, ranks=sharding.ranks, interleave=sharding.interleave

@@ -1,7 +1,8 @@
 """Prompt attention with the tokens of a chunk split over the DCP ranks and the queries gathered.
 
-Each rank projects only the tokens that it owns, so the attention weights are whole on every DCP rank.
-Three collectives: all-gather of the queries, all-gather of lse, reduce-scatter of the outputs.
+Each rank projects only the tokens that it owns, so the attention weights are whole on every DCP
+rank. Three collectives: all-gather of the queries, all-gather of lse, reduce-scatter of the
+outputs.
 """
 
 from typing import Any
@@ -74,7 +75,7 @@ def _take(values: Array, order: Array) -> Array:
 
 
 def segmented_attention_cp(
-    q: Float[Array, "H S D"],
+    q: Float[Array, "H _ _"],
     k_local: Float[Array, "K s D"],
     v_local: Float[Array, "K s Dv"],
     k_cache: Float[Array, "pages K P D"],
@@ -92,11 +93,12 @@ def segmented_attention_cp(
 ) -> Array:
     """AWS Neuron's call of the same name, heads first, on top of :func:`segment_attention`.
 
-    Needs alignment: the prior and the chunk are multiples of world size · interleave, so local counts
-    determine global ones (a traced prior cannot be checked). Inside ``shard_map`` over the mesh axis ``cp_group`` (None without ranks).
+    Needs alignment: the prior and the chunk are multiples of world size · interleave, so local
+    counts determine global ones (a traced prior cannot be checked). Inside ``shard_map`` over the
+    mesh axis ``cp_group`` (None without ranks).
 
     Args:
-        q: all queries of the chunk in position order; [H, D, S] with ``tp_q``.
+        q: all queries of the chunk in position order [H, S, D]; [H, D, S] with ``tp_q``.
         k_local, v_local: this rank's own tokens of the chunk.
         k_cache, v_cache: this rank's pages; ``block_tables`` names those of the sequence.
         prior_tokens: number of prior tokens that this rank holds.

@@ -1,8 +1,9 @@
 """Attention of one segment on one rank, without collectives.
 
-The segment's queries see the sequence's earlier tokens that this rank holds, read from its pages, and the
-segment's own tokens that this rank owns, taken from registers. The result is partial: merged over the
-ranks it is exact. Decode is a segment of one token, verification of several, prefill a chunk.
+The segment's queries see the sequence's earlier tokens that this rank holds, read from its pages,
+and the segment's own tokens that this rank owns, taken from registers. The result is partial:
+merged over the ranks it is exact. Decode is a segment of one token, verification of several,
+prefill a chunk.
 """
 
 from typing import NamedTuple
@@ -47,7 +48,7 @@ def segment_attention(
         q: queries at positions prior_length + [0, T).
         pages: this rank's pages of one layer, or of all layers with ``layer`` given. Their width is
             D + Dv (keys and values packed), or D (values are the first Dv columns of the keys).
-        page_table: local page id of each virtual page; ids past the end of the sequence are valid ids.
+        page_table: local page id of each virtual page; past the end of the sequence any valid ids.
         prior_length: tokens of the whole sequence that lie in pages before this segment.
         k, v: the segment's own tokens that this rank computed; those of other owners are masked.
         positions: global position of each of them.

@@ -1,8 +1,8 @@
 """The pages of one engine on its devices.
 
-A pool is one array ``[pages, layers, heads, page_size, width]``, keys and values packed along the width.
-The page axis is split over the ranks that share tokens, the head axis over the head groups. Every
-step takes it donated and returns it. The last page of each rank's share is its scratch page.
+A pool is one array ``[pages, layers, heads, page_size, width]``, keys and values packed along the
+width. The page axis is split over the ranks that share tokens, the head axis over the head groups.
+Every step takes it donated and returns it. The last page of each rank's share is its scratch page.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ HALF_ULP_BF16 = 2.0**-9
 
 
 def deal(num_tokens: int, ranks: int, interleave: int) -> list[np.ndarray]:
-    """Positions of the tokens of each rank: ``interleave`` at a time to one rank after the other."""
+    """Positions of the tokens of each rank, dealt ``interleave`` at a time."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for count, start in enumerate(range(0, num_tokens, interleave)):
         hands[count % ranks].extend(range(start, min(start + interleave, num_tokens)))
@@ -57,10 +57,10 @@ def lay_out(
 class Tolerance:
     """How far float32 attention may be from another order of the same sums.
 
-    A score is a sum of ``width`` products, an output a sum of ``terms`` weighted values, and each
-    step rounds by half an ulp of float32. The relative error of a weight is that of
-    its score (absolute) and of the normaliser; outputs are averages of values of size ``value``. Values in
-    bfloat16 meet weights rounded to bfloat16; nothing else is rounded so.
+    A score is a sum of ``width`` products up to ``score`` in size, a normaliser and an output sums
+    of ``terms``, and each step rounds by half an ulp of float32. The relative error of a weight is
+    the absolute one of its score and of the lse; an output averages values up to ``value``. Values
+    in bfloat16 meet weights rounded to bfloat16; nothing else is rounded so.
     """
 
     width: int

@@ -1,6 +1,7 @@
 """Blocks on meshes: writes go where the layout says, and attention equals one device's.
 
-Rows of different lengths share a block, one of them unused. The pool is full of a pattern that nobody may read.
+Rows of different lengths share a block, one of them unused. The pool is full of a pattern that
+nobody may read, and padding is NaN.
 """
 
 import functools
@@ -8,19 +9,18 @@ import itertools
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from dcpjax.attention import attention_reference
-from dcpjax.attention.block import Block, TokenSharding, make_block
+from dcpjax.attention.block import TokenSharding, make_block
 from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
 from dcpjax.cache.pool import POOL_SPEC
 from dcpjax.layout import slot_mapping
 from dcpjax.mesh import ALL_RANKS, DCP, TP, decode_mesh
-from tests.attention.sequences import EPS32, Tolerance, pairwise
+from tests.attention.sequences import Tolerance, pairwise
 
 KEY_WIDTH = VALUE_WIDTH = 8
 QUERIES_PER_KV_HEAD = 8  # splits over each number of DCP ranks but 3, see Shape.num_heads

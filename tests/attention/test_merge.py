@@ -1,4 +1,4 @@
-"""Partial results form a commutative monoid, and the merge over all shares is the softmax over all keys."""
+"""Partial results form a commutative monoid; merged over all shares they are the softmax."""
 
 import functools
 import math
@@ -154,7 +154,7 @@ def test_the_axis_of_the_partials_may_be_any_of_the_lse(axis):
 
 
 def partials_of_ranks(ranks, empty):
-    """[ranks, 8, 16, 5] and [ranks, 8, 16]; the ranks in ``empty`` saw nothing, as a foreign kernel says it."""
+    """[ranks, 8, 16, 5] and [ranks, 8, 16]; those in ``empty`` saw nothing and return NaN."""
     random = np.random.default_rng(ranks)
     outs = random.standard_normal((ranks, 8, 16, 5)).astype(np.float32)
     lses = 3 * random.standard_normal((ranks, 8, 16)).astype(np.float32)

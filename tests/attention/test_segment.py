@@ -1,6 +1,7 @@
 """One segment on one rank, merged over the ranks, against dense attention to the whole sequence.
 
-A case is one compiled program for all ranks; prior and segment lengths are traced. What nobody may read is NaN.
+A case is one compiled program for all ranks; prior and segment lengths are traced. What nobody may
+read is NaN.
 """
 
 import functools
@@ -123,7 +124,7 @@ _merge = jax.jit(merge_partials)
 
 
 def compile_ranks(case: Case):
-    """Partials of all ranks: (q [T, H, D], pages by rank, table, prior, own k, v, positions by rank)."""
+    """Partials of all ranks, of (rank, pages, k, v, positions) by rank and q, table, prior."""
 
     def attend(rank, pages, k, v, positions, q, table, prior):
         return segment_attention(
@@ -164,7 +165,7 @@ def pages_of(case: Case, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def own_tokens(case: Case, prior: int, length: int):
-    """Keys, values and positions [ranks, WIDTH, ...] of the segment; every rank has computed all of them.
+    """Keys, values and positions [ranks, WIDTH, ...] of the segment; each rank has all of them.
 
     Past the end there is padding: zeros at positions after all queries.
     """
