@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jaxtyping import Float, Integer, Shaped
 
 from dcpjax.attention.block import Block, window_offsets
@@ -169,7 +170,7 @@ def _check_prior(prior_tokens: Array, interleave: int, block_size: int, page_siz
             block_size=block_size,
             cp_kv_cache_interleave_size=interleave,
         )
-    if isinstance(prior_tokens, jax.core.Tracer):
+    if isinstance(prior_tokens, Tracer):
         return
     if (prior := int(np.asarray(prior_tokens).item())) % interleave:
         raise LayoutError(

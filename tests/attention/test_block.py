@@ -19,7 +19,7 @@ from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
 from dcpjax.cache.pool import POOL_SPEC
 from dcpjax.layout import slot_mapping
-from dcpjax.mesh import ALL_RANKS, DCP, TP, decode_mesh
+from dcpjax.mesh import ALL_RANKS, DCP, TP, decode_mesh, prefill_mesh
 from tests.attention.sequences import Tolerance, pairwise
 
 KEY_WIDTH = VALUE_WIDTH = 8
@@ -78,11 +78,6 @@ class Shape:
         edge = self.dcp * PAGE_SIZE
         every = [(edge + 3, self.tokens), (0, max(1, self.tokens - 2)), (0, 0), (edge - 1, 1)]
         return every[: self.rows]
-
-
-def placed(shape: Shape):
-    """[groups, dcp] mesh over the first devices."""
-    return decode_mesh(jax.devices()[: shape.ranks], shape.dcp)
 
 
 @functools.cache
@@ -157,7 +152,7 @@ def attend_on_rank(shape: Shape, q, k, v, pool, tables, priors, counts, rank):
     return out, pool
 
 
-def program(shape: Shape):
+def program(shape: Shape, make_mesh=decode_mesh):
     """Jitted over global arrays; the pool is [dcp · pages, ...]."""
     q_spec = PartitionSpec(None, ALL_RANKS if shape.mode == "by_heads" else TP)
     kv_spec = PartitionSpec(None, TP)
@@ -166,7 +161,7 @@ def program(shape: Shape):
     return jax.jit(
         jax.shard_map(
             functools.partial(attend_on_rank, shape),
-            mesh=placed(shape),
+            mesh=make_mesh(jax.devices()[: shape.ranks], shape.dcp),
             in_specs=(q_spec, kv_spec, kv_spec, POOL_SPEC, WHOLE, WHOLE, WHOLE, PartitionSpec(DCP)),
             out_specs=(out_spec, POOL_SPEC),
         )
@@ -234,8 +229,8 @@ def allowed_collectives(shape: Shape) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
-def check_shape(shape: Shape) -> None:
-    run = program(shape)
+def check_shape(shape: Shape, make_mesh=decode_mesh) -> None:
+    run = program(shape, make_mesh)
     values, after = arguments(shape)
     assert count_collectives(run.lower(*values)) == allowed_collectives(shape)
     out, pool = run(*values)
@@ -268,6 +263,10 @@ COVER = [Shape(**choice) for factors in (FACTORS, BY_TOKENS) for choice in pairw
 @pytest.mark.parametrize("shape", COVER + ONE_RANK, ids=str)
 def test_a_block_equals_one_device(shape: Shape):
     check_shape(shape)
+
+
+def test_a_block_on_the_mesh_of_a_producer():
+    check_shape(Shape((2, 4), 8, "ag_rs", "even", 4, "by_tokens"), prefill_mesh)
 
 
 @pytest.mark.matrix
