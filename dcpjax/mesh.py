@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dcpjax.errors import MeshError
-from dcpjax.layout import head_group
+from dcpjax.errors import LayoutError, MeshError
+from dcpjax.layout import head_group, heads_per_rank
 
 TP = "tp"
 DCP = "dcp"
@@ -48,11 +48,14 @@ def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
     """The first ``count`` devices. On CPU, virtual devices are made when none is in use yet.
 
     Raises:
-        MeshError: there are fewer devices.
+        MeshError: there are fewer devices, or none of the platform.
     """
     if platform in (None, "cpu"):
         _request_cpu_devices(count)
-    devices = jax.devices(platform)
+    try:
+        devices = jax.devices(platform)
+    except RuntimeError as error:
+        raise MeshError("JAX finds devices of the platform", platform=platform) from error
     if len(devices) < count:
         raise MeshError(
             "the tensor parallel size is at most the number of devices"
@@ -81,24 +84,29 @@ def _request_cpu_devices(count: int) -> None:
 
 def decode_mesh(devices: Sequence[jax.Device], dcp: int) -> Mesh:
     """Mesh ("tp", "dcp") of all ``devices``; consecutive ranks share the tokens of a sequence."""
-    return _mesh(devices, (len(devices) // dcp, dcp), (TP, DCP), dcp)
+    groups = _num_groups(len(devices), dcp)
+    return _mesh(devices, {TP: groups, DCP: dcp})
 
 
 def prefill_mesh(devices: Sequence[jax.Device], dcp: int) -> Mesh:
     """Mesh ("dcp", "tp") of all ``devices``: ranks that are far apart share tokens (producers)."""
-    return _mesh(devices, (dcp, len(devices) // dcp), (DCP, TP), dcp)
+    groups = _num_groups(len(devices), dcp)
+    return _mesh(devices, {DCP: dcp, TP: groups})
 
 
-def _mesh(
-    devices: Sequence[jax.Device], shape: tuple[int, int], names: tuple[str, str], dcp: int
-) -> Mesh:
-    if len(devices) % dcp:
+def _num_groups(ranks: int, dcp: int) -> int:
+    if dcp < 1 or ranks % dcp:
         raise MeshError(
             "the number of ranks is a multiple of decode_context_parallel_size",
-            ranks=len(devices),
+            ranks=ranks,
             decode_context_parallel_size=dcp,
         )
-    return Mesh(np.asarray(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * 2)
+    return ranks // dcp
+
+
+def _mesh(devices: Sequence[jax.Device], shape: dict[str, int]) -> Mesh:
+    grid = np.asarray(devices).reshape(tuple(shape.values()))
+    return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def padded(width: int, ranks: int) -> int:
@@ -116,7 +124,8 @@ class HeadLayout:
     output meets zero rows of the output projection.
 
     Raises:
-        MeshError: neither of KV heads and groups divides the other.
+        MeshError: neither of KV heads and groups divides the other, a count below 1, or query heads
+            that are no multiple of the KV heads.
     """
 
     num_heads: int
@@ -125,9 +134,16 @@ class HeadLayout:
     dcp: int
 
     def __post_init__(self) -> None:
-        head_group(
-            self.groups * self.dcp, self.dcp, self.num_kv_heads, 0
-        )  # refuses what does not divide
+        try:
+            heads_per_rank(self.groups * self.dcp, self.dcp, self.num_kv_heads)
+        except LayoutError as error:  # here it is a setting that is wrong
+            raise MeshError(error.rule, **error.values) from error
+        if self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise MeshError(
+                "the number of query heads is a multiple of the number of KV heads",
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+            )
 
     @property
     def copies(self) -> int:

@@ -1,7 +1,7 @@
 """A block of a step: ``rows`` segments of ``width`` tokens each, and where their tokens live.
 
-Static shape, traced content. Rows that are not used have no tokens; tokens past a segment's end are padding
-and go to the scratch page.
+Static shape, traced content. Rows that are not used have no tokens; tokens past a segment's end are
+padding and go to the scratch page.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Block:
         return self.page_tables.shape[0]
 
     @property
-    def positions(self) -> Integer[Array, " B*width"]:
+    def positions(self) -> Integer[Array, " T"]:
         """Global position of each token, segments one after the other."""
         offsets = jnp.arange(self.width, dtype=self.prior_lengths.dtype)
         return (self.prior_lengths[:, None] + offsets).reshape(-1)
@@ -74,7 +74,7 @@ class Block:
         index = self.own.reshape(*self.own.shape, *(1,) * (tokens.ndim - 1))
         return jnp.take_along_axis(by_segment, index, axis=1, mode="promise_in_bounds")
 
-    def write_slots(self) -> tuple[Integer[Array, " B*S"], Integer[Array, " B*S"]]:
+    def write_slots(self) -> tuple[Integer[Array, " N"], Integer[Array, " N"]]:
         """Local page and offset of each ``own`` token; the scratch page for what is not kept."""
         segments = jnp.repeat(jnp.arange(self.rows, dtype=jnp.int32), self.own.shape[1])
         return write_slots(
@@ -93,7 +93,7 @@ class Block:
 def window_offsets(
     width: int, prior_lengths: Integer[Array, " B"], rank: Array | int, sharding: TokenSharding
 ) -> Integer[Array, "B S"]:
-    """Per segment, the offsets of the tokens that ``rank`` owns; only where the width splits evenly."""
+    """Per segment, the offsets of the tokens of ``rank``; only where the width splits evenly."""
     return jax.vmap(
         lambda start: window_rows(
             start, width, rank, ranks=sharding.ranks, interleave=sharding.interleave

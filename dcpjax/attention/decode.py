@@ -1,10 +1,11 @@
-"""Attention with the queries of a head group gathered over the DCP ranks (decode, verification, prompts).
+"""Attention with the queries of a head group gathered over the DCP ranks: decode, prompts, drafts.
 
-Every DCP rank computes queries, keys and values of all tokens; the queries of its own heads only. Three
+Every DCP rank computes keys and values of all tokens, and queries of its own heads. Three
 collectives with ``ag_rs`` (queries, lse, outputs), two with ``a2a``; none without DCP.
 """
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Shaped
 
@@ -63,8 +64,8 @@ def attend_block(
 ) -> tuple[Float[Array, "T H Dv"], Float[Array, "T H"]]:
     """Partial attention of all segments of a block to what this rank holds, one after the other.
 
-    One segment at a time costs nothing when lengths are equal up to a fifth, and saves more than half when they
-    differ or rows are unused (the trip count is each segment's own).
+    Compared with all at once, one segment at a time costs up to a fifth when lengths are equal,
+    and saves more than half when they differ or rows are unused (each has its own trip count).
     """
 
     def attend(segment: tuple[Array, ...]) -> tuple[Array, Array]:
@@ -84,10 +85,11 @@ def attend_block(
             layer=layer,
         )
 
+    is_real = (block.own < block.num_tokens[:, None])[..., None, None]
     segments = (
         q.reshape(block.rows, block.width, *q.shape[1:]),
         own_k,
-        own_v,
+        jnp.where(is_real, own_v, jnp.zeros((), own_v.dtype)),  # padding may be NaN: 0 · NaN is NaN
         block.page_tables,
         block.prior_lengths,
         block.own_positions,

@@ -1,7 +1,7 @@
 """The algebra of partial attention results.
 
-A partial result is (out, lse): attention over some of the keys, and the natural logarithm of the sum of its
-exponentiated scores. Merging is associative and commutative; the result over no keys,
+A partial result is (out, lse): attention over some of the keys, and the natural logarithm of the
+sum of its exponentiated scores. Merging is associative and commutative; the result over no keys,
 (0, −inf), is its identity. Always float32: a bfloat16 lse costs accuracy that shows in the tokens.
 """
 
@@ -25,7 +25,7 @@ def merge_lses(lses: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 def weigh(
     out: Float[Array, "... D"], lse: Float[Array, "..."], merged: Float[Array, "..."]
 ) -> Float[Array, "... D"]:
-    """``exp(lse − merged) · out``: the share of one partial. An empty one may be NaN and counts as 0."""
+    """``exp(lse − merged) · out``: the share of one partial; 0 for an empty one, even of NaN."""
     lse = _finite_or_empty(lse)
     weight = jnp.where(lse > -jnp.inf, jnp.exp(lse - merged), 0.0)[..., None]
     return jnp.where(weight > 0, out.astype(jnp.float32), 0.0) * weight
@@ -65,7 +65,7 @@ def merge_scattered(
 def merge_exchanged(
     out: Float[Array, "... D"], lse: Float[Array, "..."], axis_name: str, *, scatter: int
 ) -> Float[Array, "... D"]:
-    """As :func:`merge_scattered` with one all-to-all of outputs and lse packed together (``a2a``)."""
+    """As :func:`merge_scattered`, by one all-to-all of outputs and lse together (``a2a``)."""
     ranks = lax.axis_size(axis_name)
     packed = jnp.concatenate([out.astype(jnp.float32), lse[..., None]], axis=-1)
     shape = packed.shape

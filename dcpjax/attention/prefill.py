@@ -1,20 +1,24 @@
 """Prompt attention with the tokens of a chunk split over the DCP ranks and the queries gathered.
 
-Each rank projects only the tokens that it owns, so the attention weights are whole on every DCP rank.
-Three collectives: all-gather of the queries, all-gather of lse, reduce-scatter of the outputs.
+Each rank projects only the tokens that it owns, so the attention weights are whole on every DCP
+rank. Three collectives: all-gather of the queries, all-gather of lse, reduce-scatter of the
+outputs.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jaxtyping import Float, Integer, Shaped
 
 from dcpjax.attention.block import Block, window_offsets
 from dcpjax.attention.decode import attend_block
 from dcpjax.attention.merge import MERGES, merge_scattered
 from dcpjax.attention.segment import segment_attention
+from dcpjax.errors import LayoutError
 from dcpjax.layout import global_position, window_order
 from dcpjax.mesh import DCP
 
@@ -72,7 +76,7 @@ def _take(values: Array, order: Array) -> Array:
 
 
 def segmented_attention_cp(
-    q: Float[Array, "H S D"],
+    q: Float[Array, "H _ _"],
     k_local: Float[Array, "K s D"],
     v_local: Float[Array, "K s Dv"],
     k_cache: Float[Array, "pages K P D"],
@@ -90,11 +94,12 @@ def segmented_attention_cp(
 ) -> Array:
     """AWS Neuron's call of the same name, heads first, on top of :func:`segment_attention`.
 
-    Needs alignment: the prior and the chunk are multiples of world size · interleave, so local counts
-    determine global ones. Inside ``shard_map`` over the mesh axis ``cp_group`` (None without ranks).
+    Needs alignment: the prior and the chunk are multiples of world size · interleave, so local
+    counts determine global ones (a traced prior cannot be checked). Inside ``shard_map`` over the
+    mesh axis ``cp_group`` (None without ranks).
 
     Args:
-        q: all queries of the chunk in position order; [H, D, S] with ``tp_q``.
+        q: all queries of the chunk in position order [H, S, D]; [H, D, S] with ``tp_q``.
         k_local, v_local: this rank's own tokens of the chunk.
         k_cache, v_cache: this rank's pages; ``block_tables`` names those of the sequence.
         prior_tokens: number of prior tokens that this rank holds.
@@ -102,15 +107,15 @@ def segmented_attention_cp(
 
     Returns:
         this rank's slice of the merged outputs in position order [H, S / world size, Dv].
+
+    Raises:
+        LayoutError: sizes that do not fit together, or a misaligned chunk or prior.
     """
     ranks, interleave = cp_world_size, cp_kv_cache_interleave_size
     queries = (q.swapaxes(1, 2) if tp_q else q).swapaxes(0, 1)
     keys, values = k_local.swapaxes(0, 1), v_local.swapaxes(0, 1)
-    if k_cache.shape[2] != block_size or keys.shape[0] * ranks != queries.shape[0]:
-        raise ValueError(
-            "pages hold block_size tokens and the chunk is cp_world_size times the local tokens: "
-            f"{k_cache.shape=}, {block_size=}, {keys.shape[0]=}, {cp_world_size=}, {queries.shape[0]=}"
-        )
+    _check_chunk(queries.shape[0], keys.shape[0], ranks, interleave, cp_group)
+    _check_prior(prior_tokens, interleave, block_size, k_cache.shape[2])
     prior = prior_tokens.reshape(()) * ranks
     rank = jnp.asarray(cp_rank, prior.dtype).reshape(())
     offsets = jnp.arange(keys.shape[0], dtype=prior.dtype)
@@ -131,3 +136,45 @@ def segmented_attention_cp(
         out = merge_scattered(out, lse, cp_group, scatter=0)
     out = out.swapaxes(0, 1).astype(q.dtype)
     return out.swapaxes(1, 2) if tp_out else out
+
+
+def _check_chunk(
+    num_tokens: int, num_local: int, ranks: int, interleave: int, group: str | None
+) -> None:
+    if group is None and ranks > 1:
+        raise LayoutError("several ranks merge over a mesh axis, cp_group", cp_world_size=ranks)
+    if num_local * ranks != num_tokens:
+        raise LayoutError(
+            "a chunk is cp_world_size times the tokens of each rank",
+            chunk=num_tokens,
+            local_tokens=num_local,
+            cp_world_size=ranks,
+        )
+    if num_local % interleave:
+        raise LayoutError(
+            "a chunk is a multiple of cp_world_size * cp_kv_cache_interleave_size",
+            chunk=num_tokens,
+            cp_world_size=ranks,
+            cp_kv_cache_interleave_size=interleave,
+        )
+
+
+def _check_prior(prior_tokens: Array, interleave: int, block_size: int, page_size: int) -> None:
+    if page_size != block_size:
+        raise LayoutError(
+            "pages hold block_size tokens", block_size=block_size, page_size=page_size
+        )
+    if block_size % interleave:
+        raise LayoutError(
+            "block_size is a multiple of cp_kv_cache_interleave_size",
+            block_size=block_size,
+            cp_kv_cache_interleave_size=interleave,
+        )
+    if isinstance(prior_tokens, Tracer):
+        return
+    if (prior := int(np.asarray(prior_tokens).item())) % interleave:
+        raise LayoutError(
+            "the prior tokens of a rank are a multiple of cp_kv_cache_interleave_size",
+            prior_tokens=prior,
+            cp_kv_cache_interleave_size=interleave,
+        )

@@ -1,8 +1,9 @@
 """Attention of one segment on one rank, without collectives.
 
-The segment's queries see the sequence's earlier tokens that this rank holds, read from its pages, and the
-segment's own tokens that this rank owns, taken from registers. The result is partial: merged over the
-ranks it is exact. Decode is a segment of one token, verification of several, prefill a chunk.
+The segment's queries see the sequence's earlier tokens that this rank holds, read from its pages,
+and the segment's own tokens that this rank owns, taken from registers. The result is partial:
+merged over the ranks it is exact. Decode is a segment of one token, verification of several,
+prefill a chunk.
 """
 
 from typing import NamedTuple
@@ -47,7 +48,7 @@ def segment_attention(
         q: queries at positions prior_length + [0, T).
         pages: this rank's pages of one layer, or of all layers with ``layer`` given. Their width is
             D + Dv (keys and values packed), or D (values are the first Dv columns of the keys).
-        page_table: local page id of each virtual page; ids past the end of the sequence are valid ids.
+        page_table: local page id of each virtual page; past the end of the sequence any valid ids.
         prior_length: tokens of the whole sequence that lie in pages before this segment.
         k, v: the segment's own tokens that this rank computed; those of other owners are masked.
         positions: global position of each of them.
@@ -57,16 +58,32 @@ def segment_attention(
         out, lse (natural log), both float32; (0, −inf) for a query that sees nothing here.
     """
     kv_heads, page_size = pages.shape[-3], pages.shape[-2]
-    queries = _group_queries(q, kv_heads) * jnp.asarray(scale, q.dtype)
+    queries = _group_queries(q, kv_heads)
     prior_length = jnp.asarray(prior_length)
     query_positions = prior_length + jnp.arange(q.shape[0], dtype=prior_length.dtype)
     running = _attend_current(
-        queries, k, v, positions, query_positions, rank, ranks=ranks, interleave=interleave
+        queries,
+        k,
+        v,
+        positions,
+        query_positions,
+        rank,
+        ranks=ranks,
+        interleave=interleave,
+        scale=scale,
     )
     held = local_filled(prior_length, rank, ranks=ranks, interleave=interleave)
     chunk_pages = max(1, min(READ_TOKENS // page_size, page_table.shape[0]))
     running = _attend_prior(
-        running, queries, pages, page_table, held, chunk_pages, layer=layer, value_width=v.shape[-1]
+        running,
+        queries,
+        pages,
+        page_table,
+        held,
+        chunk_pages,
+        layer=layer,
+        scale=scale,
+        value_width=v.shape[-1],
     )
     return _finish(running, q.shape[0])
 
@@ -84,21 +101,21 @@ def _attend_current(
     v: Array,
     positions: Array,
     query_positions: Array,
-    rank,
+    rank: Array | int,
     *,
     ranks: int,
     interleave: int,
+    scale: float,
 ) -> _Running:
     """Attention to the segment's own tokens: those that this rank owns, causally."""
     own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
     visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
     visible = jnp.tile(visible, (queries.shape[1] // query_positions.shape[0], 1))[None]
-    scores = jnp.einsum("kqd,skd->kqs", queries, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible, scores, -jnp.inf)
+    scores = jnp.where(visible, scale * _product("kqd,skd->kqs", queries, k), -jnp.inf)
     highest = jnp.max(scores, axis=-1)
     exps = jnp.exp(scores - _finite(highest)[..., None])
-    values = jnp.einsum("kqs,skd->kqd", exps.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return _Running(highest, jnp.sum(exps, axis=-1), values)
+    own_v = jnp.where(own[:, None, None], v, jnp.zeros((), v.dtype))  # 0 · NaN would be NaN
+    return _Running(highest, jnp.sum(exps, axis=-1), _product("kqs,skd->kqd", exps, own_v))
 
 
 def _attend_prior(
@@ -110,6 +127,7 @@ def _attend_prior(
     chunk_pages: int,
     *,
     layer: int | Array | None,
+    scale: float,
     value_width: int,
 ) -> _Running:
     """Go on over the ``held`` tokens in pages, a few pages at a time; the trip count is dynamic."""
@@ -121,33 +139,45 @@ def _attend_prior(
         ids = lax.dynamic_slice(page_table, (index * chunk_pages,), (chunk_pages,))
         rows = formats.decode(_gather_pages(pages, ids, layer), queries.dtype)
         visible = index.astype(held.dtype) * chunk + jnp.arange(chunk, dtype=held.dtype) < held
-        return _attend_rows(running, queries, rows, visible, value_width)
+        return _attend_rows(running, queries, rows, visible, scale, value_width)
 
     trips = (held + chunk - 1) // chunk
     return lax.fori_loop(0, trips.astype(jnp.int32), read_chunk, running)
 
 
 def _attend_rows(
-    running: _Running, queries: Array, rows: Float[Array, "K S W"], visible: Array, value_width: int
+    running: _Running,
+    queries: Array,
+    rows: Float[Array, "K S W"],
+    visible: Array,
+    scale: float,
+    value_width: int,
 ) -> _Running:
     """One step of the online softmax. Rows that are not visible may hold anything, NaN included."""
     width = queries.shape[-1]
-    scores = jnp.einsum(
-        "kqd,ksd->kqs", queries, rows[..., :width], preferred_element_type=jnp.float32
-    )
+    scores = scale * _product("kqd,ksd->kqs", queries, rows[..., :width])
     scores = jnp.where(visible[None, None, :], scores, -jnp.inf)
     values = rows[..., -value_width:] if rows.shape[-1] > width else rows[..., :value_width]
     values = jnp.where(visible[None, :, None], values, jnp.zeros((), values.dtype))
     highest = jnp.maximum(running.highest, jnp.max(scores, axis=-1))
     exps = jnp.exp(scores - _finite(highest)[..., None])
     keep = jnp.exp(running.highest - _finite(highest))
-    weighted = jnp.einsum(
-        "kqs,ksd->kqd", exps.astype(values.dtype), values, preferred_element_type=jnp.float32
-    )
     return _Running(
         highest,
         running.total * keep + jnp.sum(exps, axis=-1),
-        running.values * keep[..., None] + weighted,
+        running.values * keep[..., None] + _product("kqs,ksd->kqd", exps, values),
+    )
+
+
+def _product(equation: str, a: Array, b: Array) -> Float[Array, "..."]:
+    """Product in the type of ``b``, accumulated in float32.
+
+    The scale of attention is applied to its result: in bfloat16 it would be rounded, which changes
+    the temperature of the softmax.
+    """
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jnp.einsum(
+        equation, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32
     )
 
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from dcpjax.errors import ConfigError
+
 _STORED_AS = {
     jnp.dtype(jnp.float32): jnp.dtype(jnp.float32),
     jnp.dtype(jnp.bfloat16): jnp.dtype(jnp.uint16),
@@ -16,8 +18,16 @@ _VALUE_OF = {stored: value for value, stored in _STORED_AS.items()}
 
 
 def storage_dtype(value_dtype: DTypeLike) -> jnp.dtype:
-    """The type of a pool that holds values of ``value_dtype``."""
-    return _STORED_AS[jnp.dtype(value_dtype)]
+    """The type of a pool that holds values of ``value_dtype``.
+
+    Raises:
+        ConfigError: no format for this type.
+    """
+    dtype = jnp.dtype(value_dtype)
+    if dtype not in _STORED_AS:
+        known = " or ".join(known.name for known in _STORED_AS)
+        raise ConfigError(f"cached values are {known}", dtype=dtype.name)
+    return _STORED_AS[dtype]
 
 
 def encode(values: Array, stored: DTypeLike) -> Array:
