@@ -23,6 +23,12 @@ def parameter(
     return nnx.Param(jnp.zeros(tuple(shape), dtype), axes=tuple(axes))
 
 
+def sum_ranks(x: Array, axes: str | tuple[str, ...] = ALL_RANKS) -> Array:
+    """The sum over mesh axes; free where they have one rank (XLA:CPU would make a call of it)."""
+    names = (axes,) if isinstance(axes, str) else axes
+    return lax.psum(x, axes) if math.prod(map(lax.axis_size, names)) > 1 else x
+
+
 def matmul(x: Float[Array, "T E"], weight: Float[Array, "E ..."]) -> Float[Array, "T ..."]:
     """``x · weight`` over the first axis of the weight, accumulated in float32, in x's type."""
     flat = weight.reshape(weight.shape[0], -1)
@@ -58,7 +64,7 @@ class Embedding(nnx.Module):
         local = tokens - rank * weight.shape[0]
         is_here = (local >= 0) & (local < weight.shape[0])
         rows = jnp.take(weight, jnp.where(is_here, local, 0), axis=0, mode="clip")
-        return lax.psum(jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype)), ALL_RANKS)
+        return sum_ranks(jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype)))
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:
         """This rank's share of the vocabulary's logits, float32."""
@@ -83,7 +89,7 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         gate = matmul(x, self.gate[...])
         inner = nnx.silu(gate) * matmul(x, self.up[...])
-        return lax.psum(matmul(inner, self.down[...]), ALL_RANKS)
+        return sum_ranks(matmul(inner, self.down[...]))
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from dcpjax.attention.block import Block, split_blocks
 from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
 from dcpjax.config import ModelConfig
-from dcpjax.mesh import ALL_RANKS, TP, HeadLayout, padded
+from dcpjax.mesh import TP, HeadLayout, padded
 from dcpjax.models.layers import (
     MLP,
     Angles,
@@ -29,6 +29,7 @@ from dcpjax.models.layers import (
     rope_angles,
     rope_frequencies,
     rotate,
+    sum_ranks,
 )
 
 
@@ -170,7 +171,7 @@ class Attention(nnx.Module):
         ]
         out = jnp.concatenate(outs).astype(part.q.dtype)
         weight = self._output_rows(part.blocks[0].rank)
-        return lax.psum(matmul(out.reshape(out.shape[0], -1), weight), ALL_RANKS)
+        return sum_ranks(matmul(out.reshape(out.shape[0], -1), weight))
 
     def _output_rows(self, rank: Array) -> Float[Array, "hD E"]:
         """The output projection's rows of this rank's heads."""
@@ -193,7 +194,7 @@ class Attention(nnx.Module):
             comm_backend=self.sharding.comm_backend,
         )
         rows = self.o[...].reshape(-1, self.o.shape[-1])
-        projected = lax.psum(matmul(out.astype(part.q.dtype).reshape(-1, rows.shape[0]), rows), TP)
+        projected = sum_ranks(matmul(out.astype(part.q.dtype).reshape(-1, rows.shape[0]), rows), TP)
         whole = gather_tokens(projected.reshape(*part.q.shape[:2], -1), block)
         return whole.reshape(-1, rows.shape[-1])
 
