@@ -74,7 +74,8 @@ def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
 def _request_cpu_devices(count: int) -> None:
     """Ask for virtual CPU devices; JAX refuses once a backend is up, and then there is no need."""
     is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if is_set or jax.config.values["jax_num_cpu_devices"] >= count:
+    num_devices = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if is_set or num_devices >= count:
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)

@@ -10,9 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.attention import block, merge, segment
+from dcpjax.attention import block, merge, prefill, segment
 from dcpjax.attention.block import Block
-from tests.attention import test_block, test_merge, test_segment
+from tests.attention import (
+    test_block,
+    test_merge,
+    test_segment,
+    test_segmented_attention_cp,
+)
 from tests.attention.sequences import lay_out
 from tests.attention.test_block import Shape
 from tests.attention.test_segment import GQA, LONGEST_PRIOR, MLA, Case
@@ -220,3 +225,20 @@ def test_the_current_tokens_counted_by_every_rank(break_it):
     check_segments(TOKEN_PER_RANK, 41)
     break_it(segment, "active_mask", lambda _, positions, rank, **split: positions >= 0)
     goes_red(check_segments, TOKEN_PER_RANK, 41)
+
+
+def test_gathered_tokens_left_in_the_order_of_ranks(break_it):
+    test_block.check_shape(BLOCK_BY_TOKENS)
+
+    def window_order(original, start, width, **split):
+        return jnp.sort(original(start, width, **split))
+
+    break_it(prefill, "window_order", window_order)
+    goes_red(test_block.check_shape, BLOCK_BY_TOKENS)
+
+
+def test_own_tokens_taken_for_consecutive_ones(break_it):
+    check = test_segmented_attention_cp.check_chunks
+    check(2, 16, False, False)
+    break_it(prefill, "global_position", lambda _, index, rank, ranks, interleave: index)
+    goes_red(check, 2, 16, False, False)
