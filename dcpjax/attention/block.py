@@ -57,10 +57,10 @@ class Block:
         return self.page_tables.shape[0]
 
     @property
-    def positions(self) -> Integer[Array, " B*width"]:
+    def positions(self) -> Integer[Array, " T"]:
         """Global position of each token, segments one after the other."""
         offsets = jnp.arange(self.width, dtype=self.prior_lengths.dtype)
-        return (self.prior_lengths[:, None] + offsets).reshape(-1)
+        return (self.prior_lengths[:, None] + offsets[None, :]).reshape(-1)
 
     @property
     def own_positions(self) -> Integer[Array, "B S"]:
@@ -74,7 +74,7 @@ class Block:
         index = self.own.reshape(*self.own.shape, *(1,) * (tokens.ndim - 1))
         return jnp.take_along_axis(by_segment, index, axis=1, mode="promise_in_bounds")
 
-    def write_slots(self) -> tuple[Integer[Array, " B*S"], Integer[Array, " B*S"]]:
+    def write_slots(self) -> tuple[Integer[Array, " N"], Integer[Array, " N"]]:
         """Local page and offset of each ``own`` token; the scratch page for what is not kept."""
         segments = jnp.repeat(jnp.arange(self.rows, dtype=jnp.int32), self.own.shape[1])
         return write_slots(
