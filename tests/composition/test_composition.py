@@ -56,17 +56,18 @@ def plain_bfloat16(open_tiny) -> Callable[[str], dict[str, Served]]:
 def run(
     checkpoint: Checkpoint, prompts: list[Continuation], logprobs: int | None, settings: dict
 ) -> dict[str, Served]:
-    """Continue the prompts, the shortest and the longest ones side by side, then one of them again."""
+    """Continue the prompts, the shortest and the longest ones side by side, then the longest again."""
     engine = engine_of(checkpoint, **settings)
     order = [item for pair in zip(prompts, reversed(prompts), strict=True) for item in pair]
     order = list(dict.fromkeys(order))
     params = {"max_tokens": NUM_TOKENS, "logprobs": logprobs}
     served = serve(engine, [request_of(item.name, item.prompt, **params) for item in order])
-    last = prompts[-1]
-    again = serve(engine, [request_of("again", last.prompt, **params)])["again"]
-    assert again.tokens == served[last.name].tokens
+    longest = prompts[-1]
+    for _ in range(2):  # others may have evicted it; the second time it is there
+        again = serve(engine, [request_of("again", longest.prompt, **params)])["again"]
+        assert again.tokens == served[longest.name].tokens
     page = engine.config.virtual_page_size
-    cached = (len(last.prompt) - 1) // page * page if engine.config.enable_prefix_caching else 0
+    cached = (len(longest.prompt) - 1) // page * page * engine.config.enable_prefix_caching
     assert again.num_cached_tokens == cached
     engine.close()
     return served

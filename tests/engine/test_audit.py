@@ -38,7 +38,7 @@ def harness_of(tiny, mesh: str, shape: str, kv_dtype: str, num_pages: int = NUM_
 
 def audited(harness: StepHarness, compiled: Any) -> StepAudit:
     share = harness.pool.addressable_shards[0].data
-    return audit_step(compiled, "step", pool_shape=share.shape, pool_dtype=str(share.dtype))
+    return audit_step(compiled, "step", pool_shape=share.shape)
 
 
 # Batch 1 and above, one rank and several, both ways to store values; not every one with every one.
@@ -128,11 +128,11 @@ def test_a_leading_axis_of_one_is_found_where_it_copies(leading):
     compiled = step.lower(pool, jnp.zeros(1, jnp.int32)).compile()
     share = pool.nbytes
     if compiled.memory_analysis().temp_size_in_bytes < share:
-        audit_step(compiled, "step", pool_shape=pool.shape, pool_dtype="float32")
+        audit_step(compiled, "step", pool_shape=pool.shape)
     else:
         assert leading
         with pytest.raises(AuditError):
-            audit_step(compiled, "step", pool_shape=shape, pool_dtype="float32")
+            audit_step(compiled, "step", pool_shape=shape)
 
 
 @pytest.mark.skipif(
@@ -142,11 +142,11 @@ def test_a_pool_of_native_bfloat16_is_found():
     pool = jnp.zeros((64, 3, 2, 8, 16), jnp.bfloat16)
 
     def write(pool, row):
-        return pool.at[row, 1, :, 3].set(jnp.ones((1, 2, 16), pool.dtype))
+        return pool.at[row, 1, :, 3].set(jnp.ones((1, 2, 16), pool.dtype)), row
 
     compiled = jax.jit(write, donate_argnums=0).lower(pool, jnp.zeros(1, jnp.int32)).compile()
     with pytest.raises(AuditError, match="copies of the KV pool"):
-        audit_step(compiled, "step", pool_shape=pool.shape, pool_dtype="bfloat16")
+        audit_step(compiled, "step", pool_shape=pool.shape)
 
 
 def test_results_of_the_step_name_the_pool_first():
@@ -157,7 +157,9 @@ def test_results_of_the_step_name_the_pool_first():
 
 # The reader of compiled programs, on small ones written by hand
 
-HEADER = "HloModule step, input_output_alias={ {0}: (3, {}, may-alias), {2}: (5, {}, must-alias) }\n"
+HEADER = (
+    "HloModule step, input_output_alias={ {0}: (3, {}, may-alias), {2}: (5, {}, must-alias) }\n"
+)
 
 
 class Program:
@@ -177,7 +179,7 @@ class Program:
 
 
 def audit_text(body: str) -> StepAudit:
-    return audit_step(Program(body), "by hand", pool_shape=(9, 2), pool_dtype="float32")
+    return audit_step(Program(body), "by hand", pool_shape=(9, 2))
 
 
 IN_PLACE = """
@@ -199,6 +201,24 @@ ENTRY %main (pool: f32[9,2]) -> (f32[9,2], s32[]) {
 """
 
 
+FUSIONS = {
+    "%adds": """
+%adds (p: f32[9,2]) -> f32[9,2] {
+  %p = f32[9,2]{1,0} parameter(0)
+  ROOT %sum = f32[9,2]{1,0} add(%p, %p)
+}
+""",
+    "%pairs": """
+%pairs (p: f32[9,2]) -> (s32[], f32[9,2]) {
+  %p = f32[9,2]{1,0} parameter(0)
+  %n = s32[] constant(3)
+  %square = f32[9,2]{1,0} multiply(%p, %p)
+  ROOT %both = (s32[], f32[9,2]{1,0}) tuple(s32[] %n, f32[9,2]{1,0} %square)
+}
+""",
+}
+
+
 def test_what_passes_the_pool_on_is_no_copy():
     """A fusion is its root: what is inside never gets memory of its own."""
     audit = audit_text(IN_PLACE)
@@ -211,19 +231,16 @@ def test_what_passes_the_pool_on_is_no_copy():
         ("%c.1 = f32[9,2]{1,0} copy(%pool)", "c.1 (copy)"),
         ("c.2 = f32[9,2]{0,1} transpose(%pool)", "c.2 (transpose)"),
         ("%c.3 = f32[9,2]{1,0} fusion(%pool), kind=kLoop, calls=%adds", "c.3 (add)"),
-        ("%c.4 = (f32[9,2]{1,0}, u32[]) copy-start(%pool)", None),
-        ("%c.5 = f32[9,3]{1,0} copy(%other)", None),
-        ("%c.6 = u16[9,2]{1,0} copy(%other)", None),
+        ("%c.4 = (s32[], f32[9,2]{1,0}) fusion(%pool), calls=%pairs", "c.4 (multiply)"),
+        ("%c.5 = (f32[9,2]{1,0}, u32[]) copy-start(%pool)", "c.5 (copy-start)"),
+        ("%c.6 = u16[9,2]{1,0} convert(%pool)", "c.6 (convert)"),
+        ("%c.7 = f32[9,3]{1,0} copy(%other)", None),
+        ("%c.8 = f32[19,2]{1,0} copy(%other)", None),
     ],
 )
 def test_what_makes_a_second_pool_is_named(line, named):
-    adds = """
-%adds (p: f32[9,2]) -> f32[9,2] {
-  %p = f32[9,2]{1,0} parameter(0)
-  ROOT %sum = f32[9,2]{1,0} add(%p, %p)
-}
-"""
-    body = adds + IN_PLACE.replace("  %new =", f"  {line}\n  %new =")
+    called = "".join(text for name, text in FUSIONS.items() if f"calls={name}" in line)
+    body = called + IN_PLACE.replace("  %new =", f"  {line}\n  %new =")
     if named is None:
         audit_text(body)
         return
