@@ -34,11 +34,12 @@ FEATURES = {
     "logprobs": {"logprobs": 5},
     "chosen logprob": {"temperature": 1.0, "seed": 5, "logprobs": 0},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(0, 131, 3))},
-    "stop ids": {"stop_token_ids": tuple(range(0, 131, 5))},
+    "stop ids": {"stop_token_ids": tuple(range(0, 131, 4)), "ignore_eos": True},
     "logit bias": {"logit_bias": ((7, 5.0), (9, -100.0))},
     "ignore eos": {"ignore_eos": True},
 }
 EOS = range(1, 131, 17)
+MANY = tuple((token, 1.0) for token in range(20, 40))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def workload(count: int, seed: int) -> list[Request]:
         prompt = random_tokens(f"{seed} {index}", length)
         if chance.random() < 0.4:
             prompt = shared[: chance.randrange(1, 40)] + prompt[:20]
-        params = {"max_tokens": chance.choice([1, 2, 12, 30]), **FEATURES[kind]}
+        params = {"max_tokens": chance.choice([1, 2, 12, 70]), **FEATURES[kind]}
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
         requests.append(request_of(f"{index} {kind}", prompt, eos=EOS, **params))
     return requests
@@ -109,6 +110,7 @@ def test_a_batch_yields_what_each_request_yields_alone(which, alone, request):
     for name, expected in alone.items():
         assert_same(served[name], expected)
     assert (engine.stats()["num_preemptions"] > 0) == (which == "crowded")
+    assert engine.stats()["kv_cache_usage"] == 0
 
 
 def test_the_workload_has_every_ending(alone):
@@ -220,12 +222,20 @@ def test_log_probabilities(engine):
 
 
 def test_min_tokens_bans_every_ending(engine):
-    everything_but = [token for token in range(131) if token not in (2, 3)]
-    found = serve(
-        engine,
-        [request_of("a", [1], eos=everything_but, max_tokens=12, min_tokens=8)],
-    )["a"]
-    assert set(found.tokens[:8]) <= {2, 3} and 9 <= len(found.tokens) <= 12
+    """More than a hundred endings beside a bias: eight tokens of the few others, then one of them."""
+    params = {"max_tokens": 30, "min_tokens": 8, "logit_bias": ((130, 2.0), (3, 9.0))}
+    endings = {"eos": range(60), "stop_token_ids": range(60, 120)}
+    found = serve(engine, [request_of("a", [1], **endings, **params)])["a"]
+    assert min(found.tokens[:8]) >= 120
+    assert found.finish_reason is FinishReason.STOP or min(found.tokens) >= 120
+
+
+def test_more_endings_than_can_be_banned(engine):
+    endings = {"eos": range(70), "stop_token_ids": range(60, 120)}
+    serve(engine, [request_of("a", [1], **endings, max_tokens=2)])
+    with pytest.raises(RequestError, match="together") as error:
+        engine.add(request_of("a", [1], **endings, max_tokens=9, min_tokens=8, logit_bias=MANY))
+    assert error.value.param == "min_tokens"
 
 
 def test_a_ban_and_a_strong_bias(engine):
