@@ -115,7 +115,7 @@ def _copies(instructions: list[_Instruction], dimensions: str) -> list[str]:
     roots = {i.computation: i for i in instructions if i.is_root}
 
     def makers(item: _Instruction) -> list[_Instruction]:
-        """What makes the outputs: inside a fusion only its root, or the members of that, has memory."""
+        """What makes the outputs: in a fusion its root, or the members of a tuple there."""
         if item.opcode != "fusion" or item.calls is None:
             return [item]
         root = roots[item.calls]

@@ -125,8 +125,8 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: it names tokens that the model does not have, too many of them, or an id that
-                is in use.
+            RequestError: it names tokens that the model does not have, too many of them, or an
+                id that is in use.
             ContextLengthError: it does not fit.
         """
         _check_tokens(request, self.model_config.vocab_size)

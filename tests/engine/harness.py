@@ -1,4 +1,4 @@
-"""One compiled step driven by hand: no scheduler, no look-ahead. Shows logits, and where values are stored."""
+"""One compiled step driven by hand, without a scheduler. Shows logits, and what is stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

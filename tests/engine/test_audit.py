@@ -55,7 +55,7 @@ STEPS = [
 
 @pytest.mark.parametrize("mesh, shape, kv_dtype", STEPS)
 def test_a_step_updates_the_pool_in_place(tiny, mesh, shape, kv_dtype):
-    """No copy; and temporaries that do not grow with the pool, which a copy by other means would."""
+    """No copy; and temporaries do not grow with the pool, which a copy in disguise would."""
     small = harness_of(tiny, mesh, shape, kv_dtype)
     large = harness_of(tiny, mesh, shape, kv_dtype, 2 * NUM_PAGES)
     audits = [audited(harness, harness.compiled) for harness in (small, large)]
@@ -110,7 +110,7 @@ def test_a_step_that_is_not_donated_is_found(tiny):
 
 
 def scatter_step(pool: jax.Array, row: jax.Array, *, leading: bool) -> tuple[jax.Array, jax.Array]:
-    """Write layer by layer and read what was written, on a pool with or without an axis of 1 in front."""
+    """Write layer by layer and read it back, on a pool with or without an axis of 1 in front."""
     inner = pool[0] if leading else pool
     total = jnp.zeros(())
     for layer in range(3):
@@ -121,7 +121,7 @@ def scatter_step(pool: jax.Array, row: jax.Array, *, leading: bool) -> tuple[jax
 
 @pytest.mark.parametrize("leading", [False, True])
 def test_a_leading_axis_of_one_is_found_where_it_copies(leading):
-    """The habit of shard_map code. Where this version of XLA does not copy, nothing must be found."""
+    """A habit of shard_map code. Where this version of XLA does not copy, nothing is found."""
     shape = (64, 3, 2, 8, 16)
     pool = jnp.zeros((1, *shape) if leading else shape)
     step = jax.jit(partial(scatter_step, leading=leading), donate_argnums=0)
@@ -283,7 +283,7 @@ def collectives(compiled: Any) -> int:
     ],
 )
 def test_collectives_of_a_layer(tiny, layout, per_layer):
-    """Of a decode step: those of two layers less those of one; outside of layers they do not count."""
+    """Of a decode step: those of two layers less those of one."""
     one = replace(tiny, config=replace(tiny.config, num_layers=1))
     counts = [
         collectives(StepHarness(model, layout, SHAPES["one row"], num_pages=8).compiled)

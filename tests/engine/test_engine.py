@@ -222,7 +222,7 @@ def test_log_probabilities(engine):
 
 
 def test_min_tokens_bans_every_ending(engine):
-    """More than a hundred endings beside a bias: eight tokens of the few others, then one of them."""
+    """More than a hundred endings beside a bias: the first eight tokens are of the few others."""
     params = {"max_tokens": 30, "min_tokens": 8, "logit_bias": ((130, 2.0), (3, 9.0))}
     endings = {"eos": range(60), "stop_token_ids": range(60, 120)}
     found = serve(engine, [request_of("a", [1], **endings, **params)])["a"]

@@ -1,4 +1,4 @@
-"""What is compiled, how a plan picks its shape, and that the pool's bytes stay in place while serving."""
+"""What is compiled and counted, and that the pool's bytes stay in place while serving."""
 
 import jax
 import pytest

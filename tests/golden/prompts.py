@@ -1,4 +1,4 @@
-"""The texts that SmolLM2 continues. More than the 20 that are used: those with near ties are left out."""
+"""The texts that SmolLM2 continues. More than are used: those with near ties are left out."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent
 NUM_TOKENS = 64
 NEAR_TIE = 1e-3
-"""Where the two best logits are closer, another choice would be no error; no prompt has such a place."""
+"""Where the two best logits are closer, another choice is no error; no prompt has such a place."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits [positions, ids] of some positions of a sequence; ids [positions, ids] are sorted by nothing."""
+    """Logits ``values`` [positions, ids] of some token ids at some positions of a sequence."""
 
     tokens: np.ndarray
     positions: np.ndarray

@@ -1,4 +1,4 @@
-"""SmolLM2-135M in the engine says what transformers says: 64 greedy tokens of 20 prompts, and logits.
+"""SmolLM2-135M in the engine against transformers: 64 greedy tokens of 20 prompts, and logits.
 
 What transformers says stands beside this file; it is compared with it where it is installed.
 """

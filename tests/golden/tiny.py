@@ -1,7 +1,7 @@
 """Tiny random models as Hugging Face folders, written without torch and the same on every machine.
 
-``RandomState`` is frozen by NumPy's policy, ``Generator`` is not. No width divides the numbers of ranks that
-the tests use: the vocabulary and the inner width are padded on every mesh.
+``RandomState`` is frozen by NumPy's policy, ``Generator`` is not. The vocabulary and the inner
+width are padded on every mesh with an even number of ranks.
 """
 
 import json

@@ -62,7 +62,7 @@ def test_heads_are_where_the_layout_says(checkpoint, tp, dcp):
 
 @pytest.mark.parametrize("tp, dcp", MESHES)
 def test_queries_meet_their_own_kv_head(checkpoint, tp, dcp):
-    """The n-th query heads of a group belong to the KV head that segment attention pairs them with."""
+    """Query heads belong to the KV head that segment attention pairs them with."""
     config = checkpoint.config
     heads = HeadLayout(config.num_heads, config.num_kv_heads, tp, dcp)
     share = config.num_heads // config.num_kv_heads
