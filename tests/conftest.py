@@ -6,7 +6,7 @@ Subprocesses that a test starts inherit the two environment variables and nothin
 import os
 from pathlib import Path
 
-NUM_DEVICES = 8
+NUM_DEVICES = 9
 DEVICE_FLAG = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
 
 # The last of two equal XLA flags counts, so this wins over a count in the caller's environment.

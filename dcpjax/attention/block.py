@@ -60,7 +60,7 @@ class Block:
     def positions(self) -> Integer[Array, " T"]:
         """Global position of each token, segments one after the other."""
         offsets = jnp.arange(self.width, dtype=self.prior_lengths.dtype)
-        return (self.prior_lengths[:, None] + offsets).reshape(-1)
+        return (self.prior_lengths[:, None] + offsets[None, :]).reshape(-1)
 
     @property
     def own_positions(self) -> Integer[Array, "B S"]:

@@ -17,11 +17,12 @@ _IN_PLACE = frozenset(
 )
 """Instructions that pass the pool on or update it in place; a fusion is judged by its root."""
 
-_HLO_TYPES = {"float32": "f32", "uint16": "u16", "uint8": "u8", "bfloat16": "bf16"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(
-    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)\("
+    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)"
+    r"\((?P<operands>[^)]*)"
 )
+_NAME = re.compile(r"[\w.\-]+")
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{\}, (?:may|must)-alias\)")
 
@@ -45,10 +46,15 @@ class _Instruction:
     opcode: str
     is_root: bool
     calls: str | None
+    words: tuple[str, ...]  # of the operand list; some are names of instructions
+
+    def makes(self, dimensions: str) -> bool:
+        """Whether its output, or a part of it, has these dimensions; the type may be another."""
+        return dimensions in self.type
 
 
 def audit_step(
-    compiled: Any, step: str, *, pool_shape: tuple[int, ...], pool_dtype: str, pool_output: int = 0
+    compiled: Any, step: str, *, pool_shape: tuple[int, ...], pool_output: int = 0
 ) -> StepAudit:
     """Examine one compiled step.
 
@@ -64,8 +70,7 @@ def audit_step(
     text = compiled.as_text()
     check_aliased(text, step, pool_output)
     instructions = _instructions(text)
-    pool_type = f"{_HLO_TYPES[pool_dtype]}[{','.join(map(str, pool_shape))}]"
-    copies = _copies(instructions, pool_type)
+    copies = _copies(instructions, f"[{','.join(map(str, pool_shape))}]")
     if copies:
         raise AuditError("the step makes copies of the KV pool", step=step, instructions=copies)
     memory = compiled.memory_analysis()
@@ -97,20 +102,32 @@ def _instructions(text: str) -> list[_Instruction]:
                     parsed["opcode"],
                     parsed["root"] is not None,
                     calls[1] if calls else None,
+                    tuple(_NAME.findall(parsed["operands"])),
                 )
             )
     return found
 
 
-def _copies(instructions: list[_Instruction], pool_type: str) -> list[str]:
-    """Instructions with an output of the pool's shape that is not the pool itself."""
+def _copies(instructions: list[_Instruction], dimensions: str) -> list[str]:
+    """Instructions with an output of the pool's dimensions that is not the pool itself."""
     fused = {i.calls for i in instructions if i.opcode == "fusion"}
-    roots = {i.computation: i.opcode for i in instructions if i.is_root}
-    copies = []
-    for item in instructions:
-        if item.computation in fused or not item.type.startswith(pool_type):
-            continue  # inside a fusion only the root has an output
-        opcode = roots[item.calls] if item.opcode == "fusion" and item.calls else item.opcode
-        if opcode not in _IN_PLACE:
-            copies.append(f"{item.name} ({opcode})")
-    return copies
+    found = {(i.computation, i.name): i for i in instructions}
+    roots = {i.computation: i for i in instructions if i.is_root}
+
+    def makers(item: _Instruction) -> list[_Instruction]:
+        """What makes the outputs: in a fusion its root, or the members of a tuple there."""
+        if item.opcode != "fusion" or item.calls is None:
+            return [item]
+        root = roots[item.calls]
+        if root.opcode != "tuple":
+            return [root]
+        members = (found.get((root.computation, word)) for word in root.words)
+        return [member for member in members if member is not None]
+
+    return [
+        f"{item.name} ({maker.opcode})"
+        for item in instructions
+        if item.computation not in fused and item.makes(dimensions)
+        for maker in makers(item)
+        if maker.makes(dimensions) and maker.opcode not in _IN_PLACE
+    ]

@@ -14,6 +14,7 @@ from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
 from dcpjax.engine.plan import Drain, StepShapes
 from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
+from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import ConfigError, RequestError
 from dcpjax.mesh import HeadLayout, decode_mesh, find_devices
@@ -124,10 +125,12 @@ class Engine:
         """Queue a request.
 
         Raises:
-            RequestError: it names tokens that the model does not have, or an id that is in use.
+            RequestError: it names tokens that the model does not have, too many of them, or an
+                id that is in use.
             ContextLengthError: it does not fit.
         """
         _check_tokens(request, self.model_config.vocab_size)
+        check_biases(request)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:

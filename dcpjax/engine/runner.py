@@ -132,7 +132,7 @@ class Runner:
     def _audit(self, shape: StepShape, step: Callable) -> StepAudit:
         """Examine the program, run it with nothing to do, see that the pool stayed in place."""
         share = self._pool.addressable_shards[0].data
-        audit = audit_step(step, str(shape), pool_shape=share.shape, pool_dtype=str(share.dtype))
+        audit = audit_step(step, str(shape), pool_shape=share.shape)
         del share
         before = _addresses(self._pool)
         self._dispatch_forward(shape, self._pack(shape, StepPlan()))

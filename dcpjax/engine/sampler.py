@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 
 from dcpjax.engine.request import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, Request, TokenLogprobs
+from dcpjax.errors import RequestError
 from dcpjax.sampling import (
     SampleResult,
     SamplingInputs,
@@ -184,6 +185,24 @@ class Sampler:
         own = request.params.seed
         name = f"request {own}" if own is not None else f"engine {self._seed} {request.request_id}"
         return np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint32)
+
+
+def check_biases(request: Request) -> None:
+    """Raise when the request has more biases and banned endings than the sampler takes.
+
+    Raises:
+        RequestError: of that.
+    """
+    params = request.params
+    endings = {*request.eos_token_ids, *params.stop_token_ids} if params.min_tokens else ()
+    if len(params.logit_bias) + len(endings) > _BIAS_WIDTH:
+        raise RequestError(
+            f"min_tokens bans every ending, and logit_bias and endings are at most {_BIAS_WIDTH} "
+            "tokens together",
+            param="min_tokens",
+            logit_bias=len(params.logit_bias),
+            endings=len(endings),
+        )
 
 
 def _biases(request: Request) -> list[tuple[int, float]]:

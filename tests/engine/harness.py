@@ -1,0 +1,153 @@
+"""One compiled step driven by hand, without a scheduler. Shows logits, and what is stored."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dcpjax.attention.block import TokenSharding
+from dcpjax.cache.formats import storage_dtype
+from dcpjax.cache.pool import POOL_AXES, PoolShape
+from dcpjax.engine.step import FROM_HOST, StepShape, make_step
+from dcpjax.mesh import ALL_RANKS, HeadLayout, decode_mesh, sharding
+from dcpjax.models.checkpoint import Checkpoint
+from dcpjax.models.llama import Sharding
+from dcpjax.models.weights import place_model
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes (tp, dcp), and how tokens are spread over the ranks."""
+
+    tp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+    page_size: int = 8
+    exchange: str = "ag_rs"
+    prefill_gather: str = "none"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same as engine settings."""
+        return {
+            "tensor_parallel_size": self.tp * self.dcp,
+            "decode_context_parallel_size": self.dcp,
+            "cp_kv_cache_interleave_size": self.interleave,
+            "block_size": self.page_size,
+            "dcp_comm_backend": self.exchange,
+            "prefill_gather": self.prefill_gather,
+        }
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of one sequence to compute next: ``start`` of them are in the pages already."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+
+class StepHarness:
+    """A model, a pool of NaN and one step shape."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: Layout,
+        shape: StepShape,
+        *,
+        num_pages: int,
+        dtype: Any = jnp.float32,
+        kv_dtype: Any = None,
+    ) -> None:
+        config = checkpoint.config
+        self.shape, self.vocab_size = shape, config.vocab_size
+        self.mesh = decode_mesh(jax.devices()[: layout.tp * layout.dcp], layout.dcp)
+        heads = HeadLayout(config.num_heads, config.num_kv_heads, layout.tp, layout.dcp)
+        self.model = place_model(
+            checkpoint,
+            Sharding(heads, layout.exchange, layout.prefill_gather),
+            self.mesh,
+            dtype,
+        )
+        self.pool_shape = PoolShape(
+            num_pages=num_pages,
+            num_layers=config.num_layers,
+            num_heads=heads.groups * heads.group_kv_heads,
+            page_size=layout.page_size,
+            width=2 * config.head_dim,
+            dtype=jnp.dtype(kv_dtype or dtype),
+        )
+        self.step = make_step(
+            self.model,
+            shape,
+            TokenSharding(layout.dcp, layout.interleave, layout.page_size, num_pages),
+            self.mesh,
+            vocab_size=config.vocab_size,
+            max_rows=shape.rows,
+        )
+        self.pool = self._pool_of_nan(layout.dcp)
+        self._whole = NamedSharding(self.mesh, PartitionSpec())
+        self._previous = jax.device_put(np.zeros(shape.rows, np.int32), self._whole)
+        self._rank_ids = jax.device_put(
+            np.arange(self.mesh.size, dtype=np.uint32),
+            NamedSharding(self.mesh, PartitionSpec(ALL_RANKS)),
+        )
+        self.compiled = self.compile(self.step)
+
+    def compile(self, step: Any, *, donate: bool = True) -> Any:
+        """``step``, this harness's own or a changed one, as the engine compiles it."""
+        packed = jax.ShapeDtypeStruct((self.shape.packed_size,), jnp.int32, sharding=self._whole)
+        jitted = jax.jit(step, donate_argnums=1 if donate else ())
+        return jitted.lower(
+            self.model.parameters, self.pool, packed, self._previous, self._rank_ids
+        ).compile()
+
+    def _pool_of_nan(self, dcp: int) -> jax.Array:
+        stored = storage_dtype(self.pool_shape.dtype)
+        nan = np.full((), -1).astype(stored) if stored.kind == "u" else np.float32(np.nan)
+        values = np.full(self.pool_shape.array_shape(dcp), nan, stored)
+        return jax.device_put(values, sharding(self.mesh, *POOL_AXES))
+
+    def run(self, decode: Sequence[Piece] = (), prefill: Sequence[Piece] = ()) -> np.ndarray:
+        """Logits [pieces, vocabulary] after each piece's last token."""
+        return self.run_step(decode, prefill)[0]
+
+    def run_step(
+        self, decode: Sequence[Piece] = (), prefill: Sequence[Piece] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As ``run``, and the tokens that the step itself chose."""
+        packed = self._pack(decode, prefill)
+        result = self.compiled(
+            self.model.parameters, self.pool, packed, self._previous, self._rank_ids
+        )
+        self.pool = result.pool
+        rows = [
+            *range(len(decode)),
+            *range(self.shape.decode_rows, self.shape.decode_rows + len(prefill)),
+        ]
+        logits = np.asarray(result.logits)[rows, : self.vocab_size]
+        return logits, np.asarray(result.tokens)[rows]
+
+    def _pack(self, decode: Sequence[Piece], prefill: Sequence[Piece]) -> np.ndarray:
+        shape = self.shape
+        packed = np.zeros(shape.packed_size, np.int32)
+        views = shape.views(packed)
+        views["page_tables"][:] = self.pool_shape.scratch_page
+        views["sources"][:] = FROM_HOST
+        chunks = views["token_ids"][shape.decode_rows :].reshape(shape.prefill_rows, -1)
+        rows = [*enumerate(decode), *enumerate(prefill, start=shape.decode_rows)]
+        for row, piece in rows:
+            views["page_tables"][row, : len(piece.pages)] = piece.pages
+            views["prior_lengths"][row] = piece.start
+            views["num_tokens"][row] = len(piece.tokens)
+            if row < shape.decode_rows:
+                views["token_ids"][row] = piece.tokens[0]
+            else:
+                chunks[row - shape.decode_rows, : len(piece.tokens)] = piece.tokens
+        return packed
