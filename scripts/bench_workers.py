@@ -11,7 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 MODEL = "smollm2-135m"
@@ -66,6 +67,30 @@ def ratio(times: dict[str, list[float]], over: str, under: str) -> float:
     return statistics.median(a / b for a, b in pairs)
 
 
+@dataclass
+class StreamTimes:
+    """When one answer of ``num_tokens`` tokens was asked for, began and ended, in seconds."""
+
+    asked: float
+    first: float
+    last: float
+    num_tokens: int
+
+    @property
+    def inter_token_seconds(self) -> float:
+        return (self.last - self.first) / max(self.num_tokens - 1, 1)
+
+
+def summarize_streams(streams: Sequence[StreamTimes]) -> dict[str, float]:
+    """Medians over concurrent streams, and the tokens of all per second of the whole time."""
+    seconds = max(one.last for one in streams) - min(one.asked for one in streams)
+    return {
+        "ttft_s": statistics.median(one.first - one.asked for one in streams),
+        "itl_ms": 1e3 * statistics.median(one.inter_token_seconds for one in streams),
+        "tokens_per_s": sum(one.num_tokens for one in streams) / seconds,
+    }
+
+
 def serve_requests(
     answer: Callable[[dict[str, Any]], dict[str, Any]], ready: dict[str, Any]
 ) -> None:
@@ -87,6 +112,7 @@ def engine_worker(settings: dict[str, Any]) -> None:
     operations = {
         "decode": lambda **request: _time_decode(engine, **request),
         "prefill": lambda **request: _time_prefill(engine, **request),
+        "streams": lambda **request: _time_streams(engine, **request),
         "bare_steps": lambda **request: _time_bare_steps(engine, **request),
         "bandwidth": lambda **request: _measure_bandwidth(),
     }
@@ -96,7 +122,7 @@ def engine_worker(settings: dict[str, Any]) -> None:
     )
 
 
-def _prompt(length: int, salt: int) -> tuple[int, ...]:
+def make_prompt(length: int, salt: int) -> tuple[int, ...]:
     """Tokens without a pattern, the same for the same arguments."""
     return tuple(
         (salt * 7919 + index * 104729 + index * index * 31) % 40000 + 100 for index in range(length)
@@ -113,7 +139,7 @@ def _add(engine: Any, name: str, prompt: tuple[int, ...], max_tokens: int) -> No
 def _time_decode(engine: Any, *, batch: int, context: int, steps: int) -> dict[str, Any]:
     """Milliseconds per step, once all prompts are computed (or found in the prefix cache)."""
     for row in range(batch):
-        _add(engine, f"row {row}", _prompt(context, row), steps + 4 * batch + 8)
+        _add(engine, f"row {row}", make_prompt(context, row), steps + 4 * batch + 8)
     while sum(len(o.token_ids) for o in engine.step()) < batch:
         pass
     start = time.perf_counter()
@@ -130,17 +156,36 @@ def _time_decode(engine: Any, *, batch: int, context: int, steps: int) -> dict[s
 def _time_prefill(engine: Any, *, tokens: int, salt: int) -> dict[str, Any]:
     """Seconds from a prompt that nobody has seen to its first token."""
     engine.reset_prefix_cache()
-    _add(engine, "prompt", _prompt(tokens, salt), 1)
+    _add(engine, "prompt", make_prompt(tokens, salt), 1)
     start = time.perf_counter()
     while not engine.step():
         pass
     return {"s": time.perf_counter() - start}
 
 
+def _time_streams(
+    engine: Any, *, context: int, salts: Sequence[int], tokens: int
+) -> dict[str, Any]:
+    """Concurrent answers to prompts that nobody has seen, from the first step to the last."""
+    engine.reset_prefix_cache()
+    now = time.perf_counter()
+    streams = {f"row {salt}": StreamTimes(now, 0.0, 0.0, 0) for salt in salts}
+    for salt in salts:
+        _add(engine, f"row {salt}", make_prompt(context, salt), tokens)
+    while engine.has_work:
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            stream = streams[output.request_id]
+            stream.first, stream.last = stream.first or now, now
+            stream.num_tokens += len(output.token_ids)
+    return summarize_streams(list(streams.values()))
+
+
 def _time_bare_steps(engine: Any, *, batch: int, context: int, steps: int) -> dict[str, Any]:
     """Milliseconds per step without any host work in between: the same plan again and again."""
     for row in range(batch):
-        _add(engine, f"row {row}", _prompt(context, row), 64)
+        _add(engine, f"row {row}", make_prompt(context, row), 64)
     while sum(len(o.token_ids) for o in engine.step()) < batch:
         pass
     engine.drain()
@@ -189,7 +234,7 @@ def transformers_worker(settings: dict[str, Any]) -> None:
 
     @torch.inference_mode()
     def decode(*, context: int, steps: int) -> dict[str, Any]:
-        ids = torch.tensor([_prompt(context, 0)])
+        ids = torch.tensor([make_prompt(context, 0)])
         output = model(ids, use_cache=True, logits_to_keep=1)
         start = time.perf_counter()
         for _ in range(steps):
@@ -199,7 +244,7 @@ def transformers_worker(settings: dict[str, Any]) -> None:
 
     @torch.inference_mode()
     def prefill(*, tokens: int, salt: int) -> dict[str, Any]:
-        ids = torch.tensor([_prompt(tokens, salt)])
+        ids = torch.tensor([make_prompt(tokens, salt)])
         start = time.perf_counter()
         model(ids, use_cache=True, logits_to_keep=1)
         return {"s": time.perf_counter() - start}

@@ -224,6 +224,21 @@ class TestProgress:
             "compiling decode 8 (1/2)",
         ]
 
+    def test_a_silence_is_broken_by_what_was_reached(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.001)
+        silence = "still working after weights (2/3)"
+        lines: list[str] = []
+        with LoadingProgress() as progress:
+            progress("weights", 1, 3)
+            progress("weights", 2, 3)
+            while silence not in lines:
+                written = capsys.readouterr().err.splitlines()
+                lines += [line.partition("] ")[2] for line in written]
+        assert lines[0] == "weights (1/3)"
+        assert lines[lines.index(silence) - 1] == "weights (2/3)"
+
     def test_on_a_terminal_there_is_a_bar(self, monkeypatch: pytest.MonkeyPatch) -> None:
         screen = io.StringIO()
         console = progress_module.Console(file=screen, force_terminal=True, width=100)

@@ -144,12 +144,23 @@ class TextSide:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         arrival: float,
+        cache_salt: str = "",
     ) -> list[Request]:
-        """The ``params.n`` engine requests of one prompt, ``request_id-0`` and so on."""
+        """The ``params.n`` engine requests of one prompt, ``request_id-0`` and so on.
+
+        Only requests with the same ``cache_salt`` find each other's prompts in the prefix cache.
+        """
         if params.stop:
             self.require_tokenizer("a stop string", "stop")
         return [
-            Request(f"{request_id}-{i}", prompt_token_ids, one, self.eos_token_ids, arrival)
+            Request(
+                request_id=f"{request_id}-{i}",
+                prompt_token_ids=prompt_token_ids,
+                params=one,
+                eos_token_ids=self.eos_token_ids,
+                arrival=arrival,
+                cache_salt=cache_salt,
+            )
             for i, one in enumerate(split_choices(params))
         ]
 

@@ -128,7 +128,9 @@ class _Endpoints:
                 token_ids=call.return_token_ids is True,
                 token_bytes=self._service.token_bytes,
             ),
-            generation=await self._service.start(prompts, params, request.state.arrival),
+            generation=await self._service.start(
+                prompts, params, request.state.arrival, call.cache_salt or ""
+            ),
         )
         if not call.stream:
             return JsonResponse(await run.whole())

@@ -51,6 +51,7 @@ class GenerationCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     add_special_tokens: bool | None = None
 
     max_tokens: Int64 | None = None
@@ -79,7 +80,6 @@ class GenerationCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     allowed_token_ids: Any = None
     bad_words: Any = None
-    cache_salt: Any = None
     kv_transfer_params: Any = None
     length_penalty: Any = None
     priority: Any = None

@@ -169,7 +169,11 @@ class Service:
         )
 
     async def start(
-        self, prompts: Sequence[PromptIds], params: SamplingParams, arrival: float
+        self,
+        prompts: Sequence[PromptIds],
+        params: SamplingParams,
+        arrival: float,
+        cache_salt: str = "",
     ) -> Generation:
         """Hand a call that came at ``arrival`` (monotonic seconds) to the engine.
 
@@ -181,7 +185,9 @@ class Service:
         requests = [
             request
             for number, prompt in enumerate(prompts)
-            for request in self.text.requests(f"{call_id}-{number}", prompt, params, arrival)
+            for request in self.text.requests(
+                f"{call_id}-{number}", prompt, params, arrival, cache_salt
+            )
         ]
         choices = {
             request.request_id: self._choice(index, request)

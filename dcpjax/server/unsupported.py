@@ -29,7 +29,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {  # besides null
     # what other servers of this API add
     "allowed_token_ids": ([],),
     "bad_words": ([],),
-    "cache_salt": ("",),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),

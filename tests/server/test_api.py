@@ -1,5 +1,6 @@
 """The endpoints over ASGI: what a client sends and gets."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -206,6 +207,20 @@ async def test_the_answer_has_the_model_name_that_was_asked_for(api: Api) -> Non
     unknown = await api.complete(model="other")
     assert unknown.status_code == 404
     assert unknown.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("salt", [None, "", "s"])
+@pytest.mark.parametrize("send", [Api.complete, Api.chat])
+async def test_the_cache_salt_reaches_every_request_of_a_call(send: Any, salt: str | None) -> None:
+    engine = CountUpEngine()
+    gate = engine.gate = Gate()
+    async with open_api(engine) as api:
+        call = asyncio.create_task(send(api, "a", n=2, max_tokens=1, cache_salt=salt))
+        await asyncio.to_thread(gate.waiting.acquire)
+        salts = [request.cache_salt for request in engine.open_requests]
+        gate.open()
+        await call
+    assert salts == [salt or ""] * 2
 
 
 async def test_small_endpoints(api: Api) -> None:

@@ -106,6 +106,16 @@ def test_each_unsupported_field_belongs_to_some_call() -> None:
     assert set(NEUTRAL_VALUES) <= known | set(message.__struct_fields__)
 
 
+@pytest.mark.parametrize("call", [completion, chat])
+def test_a_cache_salt_is_a_short_text(call: Any) -> None:
+    assert call(cache_salt="s").cache_salt == "s"
+    assert call(cache_salt=None).cache_salt is None
+    for wrong in (1, "x" * 257):
+        with pytest.raises(RequestError) as caught:
+            call(cache_salt=wrong)
+        assert caught.value.param == "cache_salt"
+
+
 def test_one_is_not_true() -> None:
     assert completion(best_of=1).best_of == 1
     for name, value in (("best_of", True), ("echo", 0), ("priority", False)):
