@@ -32,9 +32,8 @@ class StepAudit:
     """What was found in one compiled step. Sizes are bytes of one device."""
 
     step: str
-    pool_bytes: int
-    temporary_bytes: int
     aliased_bytes: int
+    temporary_bytes: int
     instructions: int
 
 
@@ -74,10 +73,7 @@ def audit_step(
     if copies:
         raise AuditError("the step makes copies of the KV pool", step=step, instructions=copies)
     memory = compiled.memory_analysis()
-    size = memory.alias_size_in_bytes
-    return StepAudit(
-        step, size, memory.temp_size_in_bytes, memory.alias_size_in_bytes, len(instructions)
-    )
+    return StepAudit(step, memory.alias_size_in_bytes, memory.temp_size_in_bytes, len(instructions))
 
 
 def check_aliased(text: str, step: str, pool_output: int = 0) -> None:

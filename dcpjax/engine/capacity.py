@@ -1,8 +1,9 @@
-"""How many pages an engine gets."""
+"""How many pages an engine gets. Asked once the weights are in place."""
 
 import dataclasses
-import os
+from pathlib import Path
 
+import psutil
 from jax.sharding import Mesh
 
 from dcpjax.cache.pool import PoolShape
@@ -10,9 +11,10 @@ from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError
 
 CPU_SHARE = 0.3
-"""Part of the free host memory that pools may take; weights and compilers need the rest."""
+"""Part of the free host memory that pools may take unless told otherwise."""
 DEVICE_SHARE = 0.85
-"""Part of an accelerator's free memory that a pool may take; the rest is for activations."""
+"""Part of an accelerator's free memory that a pool may take; activations need the rest."""
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_num_pages(
@@ -21,28 +23,49 @@ def choose_num_pages(
     """The shape with its number of pages: as set, else as needed and as memory allows.
 
     Raises:
-        ConfigError: not even one page fits.
+        ConfigError: that many pages, or not even one, do not fit into the free memory.
     """
-    if config.num_pages is not None:
-        return dataclasses.replace(shape, num_pages=config.num_pages)
-    per_sequence = -(-max_model_len // config.virtual_page_size)
-    needed = config.max_num_seqs * per_sequence
     page_bytes = shape.page_bytes(config.head_groups)
-    affordable = _free_bytes_per_rank(mesh) // page_bytes - 1  # one is the scratch page
-    if affordable < 1:
+    free = _free_bytes_per_rank(mesh)
+    if config.num_pages is not None:
+        wanted = config.num_pages
+        affordable = free // page_bytes - 1  # one is the scratch page
+    else:
+        per_sequence = -(-max_model_len // config.virtual_page_size)
+        affordable = int(free * _share(mesh)) // page_bytes - 1
+        wanted = min(config.max_num_seqs * per_sequence, max(1, affordable))
+    if wanted > affordable:
         raise ConfigError(
-            "the free memory of a device holds at least one page of the KV pool",
+            "the pages of a rank fit into its free memory",
+            num_pages=wanted,
             page_bytes=page_bytes,
-            free_bytes=_free_bytes_per_rank(mesh),
+            free_bytes=free,
         )
-    return dataclasses.replace(shape, num_pages=min(needed, affordable))
+    return dataclasses.replace(shape, num_pages=wanted)
+
+
+def _is_cpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def _share(mesh: Mesh) -> float:
+    return CPU_SHARE if _is_cpu(mesh) else DEVICE_SHARE
 
 
 def _free_bytes_per_rank(mesh: Mesh) -> int:
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":  # all ranks share the host's memory
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(free * CPU_SHARE) // mesh.size
-    statistics = device.memory_stats()
-    free = statistics["bytes_limit"] - statistics["bytes_in_use"]
-    return int(free * DEVICE_SHARE)
+    """Free memory of a device; virtual CPU devices share the host's."""
+    statistics = None if _is_cpu(mesh) else mesh.devices.flat[0].memory_stats()
+    if statistics is None:  # some backends do not tell
+        free = min(psutil.virtual_memory().available, _free_in_cgroup())
+        return int(free) // mesh.size
+    return statistics["bytes_limit"] - statistics["bytes_in_use"]
+
+
+def _free_in_cgroup() -> float:
+    """What a container's limit leaves; infinite without one."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return float("inf")
+    return float("inf") if limit == "max" else int(limit) - used

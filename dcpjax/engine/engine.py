@@ -16,11 +16,12 @@ from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
 from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
-from dcpjax.errors import ConfigError, RequestError
+from dcpjax.errors import ConfigError, EngineDeadError, RequestError
+from dcpjax.layout import KVPlacement
 from dcpjax.mesh import HeadLayout, decode_mesh, find_devices
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.llama import Sharding
-from dcpjax.models.weights import place_model, random_weights
+from dcpjax.models.weights import PlacedModel, place_model, random_weights
 
 Progress = Callable[[str, int, int], None]
 
@@ -41,67 +42,64 @@ class Engine:
         devices = find_devices(config.tensor_parallel_size, platform)
         self._mesh = decode_mesh(devices, config.decode_context_parallel_size)
         self.dtype = _value_dtype(config.dtype, devices[0].platform, checkpoint.dtype)
-        heads = HeadLayout(
+        self._heads = HeadLayout(
             self.model_config.num_heads,
             self.model_config.num_kv_heads,
             config.head_groups,
             config.decode_context_parallel_size,
         )
         self.max_model_len = _max_model_len(config, self.model_config.max_position_embeddings)
-        self.pool_shape = self._choose_pool(heads)
-        self.scheduler, shapes = self._make_scheduler()
         with COMPILATIONS.expected():
-            self.runner = self._make_runner(checkpoint, heads, shapes, progress)
+            model = self._place_model(checkpoint, progress)
+            self.pool_shape = self._choose_pool()  # takes what the weights have left
+            shapes = self._step_shapes()
+            self._pages = PagePool(self.pool_shape.num_pages, config.virtual_page_size)
+            self.scheduler = Scheduler(
+                self._pages,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
+                shapes=shapes,
+                enable_prefix_caching=config.enable_prefix_caching,
+            )
+            self.runner = self._make_runner(model, shapes)
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
         self._in_flight: Dispatched | None = None
         self._num_steps = 0
+        self._is_dead = False
 
-    def _choose_pool(self, heads: HeadLayout) -> PoolShape:
+    def _choose_pool(self) -> PoolShape:
         config, model = self.config, self.model_config
         dtype = config.kv_cache_dtype
         shape = PoolShape(
             num_pages=1,
             num_layers=model.num_layers,
-            num_heads=heads.groups * heads.group_kv_heads,
+            num_heads=self._heads.groups * self._heads.group_kv_heads,
             page_size=config.block_size,
             width=2 * model.head_dim,
             dtype=self.dtype if dtype == "auto" else jnp.dtype(dtype),
         )
         return choose_num_pages(shape, config, self.max_model_len, self._mesh)
 
-    def _make_scheduler(self) -> tuple[Scheduler, StepShapes]:
-        config = self.config
-        # One-row products of 16-bit values are eight times slower than two-row ones on XLA:CPU.
+    def _step_shapes(self) -> StepShapes:
+        # One-row products of 16-bit values are several times slower than two-row ones on XLA:CPU.
         least = 2 if self.dtype == jnp.bfloat16 else 1
-        shapes = StepShapes(
-            decode_rows=decode_buckets(least, config.max_num_seqs),
-            prefill=prefill_buckets(config),
+        return StepShapes(
+            decode_rows=decode_buckets(least, self.config.max_num_seqs),
+            prefill=prefill_buckets(self.config),
         )
-        pool = PagePool(self.pool_shape.num_pages, config.virtual_page_size)
-        scheduler = Scheduler(
-            pool,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            shapes=shapes,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        self._pages = pool
-        return scheduler, shapes
 
-    def _make_runner(
-        self,
-        checkpoint: Checkpoint,
-        heads: HeadLayout,
-        shapes: StepShapes,
-        progress: Progress | None,
-    ) -> Runner:
+    def _place_model(self, checkpoint: Checkpoint, progress: Progress | None) -> PlacedModel:
         config = self.config
         if config.load_format == "dummy":
             checkpoint = random_weights(checkpoint, config.seed)
-        layout = Sharding(heads, config.dcp_comm_backend, config.prefill_gather)
+        sharding = Sharding(self._heads, config.dcp_comm_backend, config.prefill_gather)
+        return place_model(checkpoint, sharding, self._mesh, self.dtype, progress)
+
+    def _make_runner(self, model: PlacedModel, shapes: StepShapes) -> Runner:
+        config = self.config
         return Runner(
-            place_model(checkpoint, layout, self._mesh, self.dtype, progress),
+            model,
             self._mesh,
             self.pool_shape,
             TokenSharding(
@@ -111,10 +109,22 @@ class Engine:
                 scratch_page=self.pool_shape.scratch_page,
             ),
             shapes,
-            table_width=-(-self.max_model_len // config.virtual_page_size),
+            table_width=self._pages.num_pages_for(self.max_model_len),
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=config.max_num_seqs,
             seed=config.seed,
+        )
+
+    @property
+    def placement(self) -> KVPlacement:
+        """Which rank holds which layers, heads and tokens of the cache."""
+        return KVPlacement.decode(
+            self.config.tensor_parallel_size,
+            self.config.decode_context_parallel_size,
+            layers=self.model_config.num_layers,
+            kv_heads=self.model_config.num_kv_heads,
+            page_size=self.config.block_size,
+            interleave=self.config.cp_kv_cache_interleave_size,
         )
 
     @property
@@ -128,7 +138,9 @@ class Engine:
             RequestError: it names tokens that the model does not have, too many of them, or an
                 id that is in use.
             ContextLengthError: it does not fit.
+            EngineDeadError: the engine was closed, or interrupted in a step.
         """
+        self._check_alive()
         _check_tokens(request, self.model_config.vocab_size)
         check_biases(request)
         self.scheduler.add(request)
@@ -139,6 +151,8 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Dispatch the next step, then wait for the one before and commit its tokens."""
+        self._check_alive()
+        self._is_dead = True  # until the end: a step that was interrupted cannot be gone on from
         plan = self.scheduler.schedule()
         following = None
         if plan is not None and not isinstance(plan, Drain):
@@ -146,7 +160,12 @@ class Engine:
             self._num_steps += 1
         outputs = self.drain()
         self._in_flight = following
+        self._is_dead = False
         return outputs
+
+    def _check_alive(self) -> None:
+        if self._is_dead:
+            raise EngineDeadError("a step was interrupted or the engine is closed; open a new one")
 
     def drain(self) -> list[TokenOutput]:
         """Wait for the step in flight, if any, and commit its tokens."""
@@ -194,6 +213,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait for the step in flight and free the pool. Idempotent."""
+        self._is_dead = True
         if self._in_flight is not None:
             self._in_flight.tokens.wait()
             self._in_flight = None

@@ -4,6 +4,7 @@ Every shape is compiled and audited in warm-up and run through its compiled form
 nothing can be compiled later.
 """
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import PoolShape, allocate_pool
 from dcpjax.engine.audit import StepAudit, audit_step
+from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import Segment, StepPlan, StepShapes
-from dcpjax.engine.sampler import SampledTokens, Sampler
+from dcpjax.engine.sampler import SampledTokens, Sampler, SamplingForm
 from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, gather_logits, make_step
 from dcpjax.errors import AuditError
 from dcpjax.mesh import ALL_RANKS
@@ -77,6 +79,7 @@ class Runner:
             shape.rows: gather_logits(mesh, vocab_size, self._sampler.bucket(shape.rows))
             for shape in self._shapes
         }
+        self._tables = PageTables(max_num_seqs, table_width, pool_shape.scratch_page)
         self.audits: tuple[StepAudit, ...] = ()
 
     @property
@@ -98,20 +101,25 @@ class Runner:
             self._pool.delete()
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile, audit and run every shape; then every form of sampling."""
-        total = len(self._shapes)
-        audits = []
+        """Compile every shape and every form of sampling, then audit and run them.
+
+        ``progress`` hears of each program when its compilation starts, from several threads.
+        """
+        programs = [*self._shapes, *self._sampler.programs]
+        started = itertools.count(1)
+
+        def compile_one(program: StepShape | SamplingForm) -> Callable:
+            if progress is not None:
+                progress(f"compile {program}", next(started), len(programs))
+            is_step = isinstance(program, StepShape)
+            return self._compile(program) if is_step else self._sampler.compile(program)
+
         with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:
-            for count, (shape, step) in enumerate(
-                zip(self._shapes, executor.map(self._compile, self._shapes), strict=True), start=1
-            ):
-                self._steps[shape] = step
-                audits.append(self._audit(shape, step))
-                if progress is not None:
-                    progress(f"compile {shape}", count, total)
-            self._sampler.warm_up(executor)
-        self.audits = tuple(audits)
-        self._warm_up_sampling()
+            compiled = dict(zip(programs, executor.map(compile_one, programs), strict=True))
+        self._steps = {shape: compiled[shape] for shape in self._shapes}
+        self._sampler.install({form: compiled[form] for form in self._sampler.programs})
+        self.audits = tuple(self._audit(shape, self._steps[shape]) for shape in self._shapes)
+        self._run_once()
 
     def _compile(self, shape: StepShape) -> Callable:
         step = make_step(
@@ -143,8 +151,8 @@ class Runner:
             )
         return audit
 
-    def _warm_up_sampling(self) -> None:
-        """The way from every step's logits to the next step's tokens."""
+    def _run_once(self) -> None:
+        """Every step with nothing to do, and its way to sampled tokens: the first run is slow."""
         for shape in self._shapes:
             result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
             sampled = self._sampler.sample(self._whole_logits(result.logits), {})
@@ -194,8 +202,7 @@ class Runner:
         views["page_tables"][:] = self._pool_shape.scratch_page
         views["sources"][:] = FROM_HOST
         for row, segment in _rows(plan, shape):
-            pages = segment.request.page_ids
-            views["page_tables"][row, : len(pages)] = pages
+            views["page_tables"][row] = self._tables.of(segment.request)
             views["prior_lengths"][row] = segment.start
             views["num_tokens"][row] = segment.num_tokens
             if segment.token_is_pending:

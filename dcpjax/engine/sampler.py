@@ -6,7 +6,6 @@ tokens.
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,8 +38,21 @@ _TAKEN_FROM_PARAMS = (
 )
 _ROW_BUCKETS = (1, 4)
 """Rows that sampling is compiled for, beside the most that a step has."""
-_FORMS = ((False, False), (True, False), (True, True))
+_FLAGS = ((False, False), (True, False), (True, True))
 """(with_filters, with_logprobs) that are compiled."""
+
+
+@dataclass(frozen=True)
+class SamplingForm:
+    """One compiled program of sampling."""
+
+    rows: int
+    with_filters: bool
+    with_logprobs: bool
+
+    def __str__(self) -> str:
+        extras = " filters" * self.with_filters + " logprobs" * self.with_logprobs
+        return f"sampling of {self.rows}{extras}"
 
 
 @dataclass(frozen=True)
@@ -93,29 +105,35 @@ class Sampler:
         self._state: SamplingState = jax.jit(
             partial(init_state, max_num_seqs, vocab_size), out_shardings=self._place
         )()
-        self._programs: dict[tuple[int, tuple[bool, bool]], Callable] = {}
-        self._reset: Callable = reset_rows
+        self._programs: dict[SamplingForm, Callable] = {}
+        self._reset = self._compile_reset()
 
     def bucket(self, rows: int) -> int:
         """Rows that logits of ``rows`` rows are padded to: few, they take long to compile."""
         return min(size for size in (*_ROW_BUCKETS, self._max_rows) if size >= rows)
 
-    def warm_up(self, executor: Executor) -> None:
-        """Compile every form for every number of rows, and the reset of a row."""
+    @property
+    def programs(self) -> list[SamplingForm]:
+        """What has to be compiled: every form for every number of rows."""
         buckets = sorted({self.bucket(rows) for rows in range(1, self._max_rows + 1)})
-        keys = [(rows, form) for rows in buckets for form in _FORMS]
-        self._programs = dict(zip(keys, executor.map(self._compile, keys), strict=True))
-        row = (np.zeros((1, self._vocab_size), dtype) for dtype in (np.int32, bool))
-        arguments = self._abstract((self._state, np.zeros(1, np.int32), *row))
-        self._reset = jax.jit(reset_rows, donate_argnums=0).lower(*arguments).compile()
+        return [SamplingForm(rows, *flags) for rows in buckets for flags in _FLAGS]
 
-    def _compile(self, key: tuple[int, tuple[bool, bool]]) -> Callable:
-        rows, form = key
+    def compile(self, form: SamplingForm) -> Callable:
+        """Compile one of :attr:`programs`; may be called from several threads."""
         sample_rows = partial(_sample_padded, form=form, max_rows=self._max_rows)
-        logits = np.zeros((rows, self._vocab_size), np.float32)
-        inputs = SamplingInputs(**self._abstract(self._inputs({}, rows)))
+        logits = np.zeros((form.rows, self._vocab_size), np.float32)
+        inputs = SamplingInputs(**self._abstract(self._inputs({}, form.rows)))
         arguments = (*self._abstract((logits,)), inputs, self._abstract(self._state))
         return jax.jit(sample_rows, donate_argnums=2).lower(*arguments).compile()
+
+    def install(self, programs: Mapping[SamplingForm, Callable]) -> None:
+        """Use these compiled programs from now on."""
+        self._programs = dict(programs)
+
+    def _compile_reset(self) -> Callable:
+        row = (np.zeros((1, self._vocab_size), dtype) for dtype in (np.int32, bool))
+        arguments = self._abstract((self._state, np.zeros(1, np.int32), *row))
+        return jax.jit(reset_rows, donate_argnums=0).lower(*arguments).compile()
 
     def _abstract(self, arrays: Any) -> Any:
         """Shapes and types of arrays that will be on this sampler's device."""
@@ -142,7 +160,7 @@ class Sampler:
         params = [request.params for request in rows.values()]
         with_logprobs = any(p.logprobs is not None for p in params)
         with_filters = with_logprobs or any(p.has_filters for p in params)
-        program = self._programs[logits.shape[0], (with_filters, with_logprobs)]
+        program = self._programs[SamplingForm(logits.shape[0], with_filters, with_logprobs)]
         inputs = jax.device_put(self._inputs(rows, logits.shape[0]), self._place)
         inputs = SamplingInputs(**inputs)
         logits = jax.device_put(logits, self._place)
@@ -187,6 +205,12 @@ class Sampler:
         return np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint32)
 
 
+def _endings(request: Request) -> set[int]:
+    """The tokens that would end the request."""
+    eos = () if request.params.ignore_eos else request.eos_token_ids
+    return {*eos, *request.params.stop_token_ids}
+
+
 def check_biases(request: Request) -> None:
     """Raise when the request has more biases and banned endings than the sampler takes.
 
@@ -194,7 +218,7 @@ def check_biases(request: Request) -> None:
         RequestError: of that.
     """
     params = request.params
-    endings = {*request.eos_token_ids, *params.stop_token_ids} if params.min_tokens else ()
+    endings = _endings(request) if params.min_tokens else set()
     if len(params.logit_bias) + len(endings) > _BIAS_WIDTH:
         raise RequestError(
             f"min_tokens bans every ending, and logit_bias and endings are at most {_BIAS_WIDTH} "
@@ -210,7 +234,7 @@ def _biases(request: Request) -> list[tuple[int, float]]:
     params = request.params
     biases = list(params.logit_bias)
     if request.next_output_index < params.min_tokens:
-        endings = {*request.eos_token_ids, *params.stop_token_ids}
+        endings = _endings(request)
         biases = [pair for pair in biases if pair[0] not in endings]
         biases += [(token, -np.inf) for token in sorted(endings)]
     return biases
@@ -221,12 +245,15 @@ def _sample_padded(
     inputs: SamplingInputs,
     state: SamplingState,
     *,
-    form: tuple[bool, bool],
+    form: SamplingForm,
     max_rows: int,
 ) -> tuple[Array, SampleResult, SamplingState]:
     """``sample``, and its tokens padded to the length that steps take."""
-    with_filters, with_logprobs = form
     result, state = sample(
-        logits, inputs, state, with_filters=with_filters, with_logprobs=with_logprobs
+        logits,
+        inputs,
+        state,
+        with_filters=form.with_filters,
+        with_logprobs=form.with_logprobs,
     )
     return jnp.pad(result.tokens, (0, max_rows - logits.shape[0])), result, state

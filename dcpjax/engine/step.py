@@ -143,14 +143,18 @@ def _last_tokens(shape: StepShape, inputs: dict[str, Array]) -> Array:
 
 
 def _most_likely(logits: Float[Array, "R v"], rank: Array, vocab_size: int) -> Integer[Array, " R"]:
-    """Argmax over the whole vocabulary from each rank's share, ties to the lowest id."""
+    """Argmax over the whole vocabulary from each rank's share, ties to the lowest id.
+
+    As :mod:`dcpjax.sampling` has it: NaN counts as −inf, a row without a finite logit yields 0.
+    """
     share = logits.shape[-1]
     ids = rank * share + jnp.arange(share, dtype=jnp.int32)
-    logits = jnp.where((ids < vocab_size)[None, :], logits, -jnp.inf)
+    is_token = (ids < vocab_size)[None, :] & ~jnp.isnan(logits)
+    logits = jnp.where(is_token, logits, -jnp.inf)
     here = jnp.max(logits, axis=-1)
     best = lax.pmax(here, ALL_RANKS)
     candidates = jnp.where(here == best, ids[jnp.argmax(logits, axis=-1)], jnp.int32(vocab_size))
-    return jnp.minimum(lax.pmin(candidates, ALL_RANKS), vocab_size - 1)  # NaN logits match nothing
+    return lax.pmin(candidates, ALL_RANKS)
 
 
 def gather_logits(mesh: Mesh, vocab_size: int, rows: int) -> Callable[[Array], Array]:

@@ -46,7 +46,7 @@ def test_every_shape_is_compiled_and_audited(engine):
     assert [audit.step for audit in engine.runner.audits] == names
     assert all(isinstance(audit, StepAudit) for audit in engine.runner.audits)
     share = engine.runner.pool.addressable_shards[0].data.nbytes
-    assert {audit.pool_bytes for audit in engine.runner.audits} == {share}
+    assert {audit.aliased_bytes for audit in engine.runner.audits} == {share}
     assert all(audit.temporary_bytes < 8 << 20 for audit in engine.runner.audits)
 
 
