@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.formats import storage_dtype
 from dcpjax.cache.pool import POOL_AXES, PoolShape
-from dcpjax.engine.step import FROM_HOST, StepShape, make_step
+from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, make_step
 from dcpjax.mesh import ALL_RANKS, HeadLayout, decode_mesh, sharding
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.llama import Sharding
@@ -123,9 +123,8 @@ class StepHarness:
     ) -> tuple[np.ndarray, np.ndarray]:
         """As ``run``, and the tokens that the step itself chose."""
         packed = self._pack(decode, prefill)
-        result = self.compiled(
-            self.model.parameters, self.pool, packed, self._previous, self._rank_ids
-        )
+        arguments = (self.model.parameters, self.pool, packed, self._previous, self._rank_ids)
+        result = StepResult(*self.compiled(*arguments))
         self.pool = result.pool
         rows = [
             *range(len(decode)),
