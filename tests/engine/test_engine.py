@@ -72,7 +72,8 @@ def workload(count: int, seed: int) -> list[Request]:
             prompt = shared[: chance.randrange(1, 40)] + prompt[:20]
         params = {"max_tokens": chance.choice([1, 2, 12, 70]), **FEATURES[kind]}
         params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
-        requests.append(request_of(f"{index} {kind}", prompt, eos=EOS, **params))
+        eos = EOS if chance.random() < 0.3 else ()
+        requests.append(request_of(f"{index} {kind}", prompt, eos=eos, **params))
     return requests
 
 
