@@ -37,6 +37,7 @@ def chosen(config: EngineConfig, max_model_len: int = 1000) -> int:
 @pytest.fixture
 def free_pages(monkeypatch: pytest.MonkeyPatch):
     """Pretend that each rank may take this many pages' bytes."""
+    monkeypatch.setattr(capacity, "CPU_SHARE", 1)
 
     def pretend(pages: float) -> None:
         monkeypatch.setattr(capacity, "_free_bytes_per_rank", lambda mesh: int(pages * PAGE_BYTES))
@@ -45,8 +46,15 @@ def free_pages(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_number_that_is_set_is_taken(free_pages):
-    free_pages(0)
+    free_pages(8)
     assert chosen(config_of(num_pages=7)) == 7
+
+
+def test_a_number_that_does_not_fit_is_refused(free_pages):
+    free_pages(8)
+    with pytest.raises(ConfigError, match="fit into its free memory") as error:
+        chosen(config_of(num_pages=8))
+    assert error.value.values["num_pages"] == 8
 
 
 @pytest.mark.parametrize("dcp, pages", [(1, 4 * 63), (2, 4 * 32), (3, 4 * 21), (8, 4 * 8)])
@@ -66,7 +74,7 @@ def test_no_more_than_memory_allows(free, pages, free_pages):
 @pytest.mark.parametrize("free", [0, 1, 1.9])
 def test_no_page_fits(free, free_pages):
     free_pages(free)
-    with pytest.raises(ConfigError, match="at least one page") as error:
+    with pytest.raises(ConfigError, match="fit into its free memory") as error:
         chosen(config_of())
     assert error.value.values["page_bytes"] == PAGE_BYTES
 

@@ -54,8 +54,10 @@ def test_progress_is_told_of_every_tensor_and_shape(engine, progress):
     loads = [event for event in progress if event[0] == "load"]
     compiled = [event for event in progress if event[0] != "load"]
     assert [event[1] for event in loads] == list(range(1, loads[0][2] + 1))
-    names = engine.runner.shape_names
-    assert compiled == [(f"compile {name}", n, 5) for n, name in enumerate(names, start=1)]
+    told = {event[0] for event in compiled}
+    assert {f"compile {name}" for name in engine.runner.shape_names} < told
+    assert any("sampling" in what for what in told)
+    assert sorted(event[1] for event in compiled) == list(range(1, compiled[0][2] + 1))
 
 
 def test_the_pool_stays_in_place_while_serving(engine):
