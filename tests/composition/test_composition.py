@@ -22,7 +22,7 @@ from tests.golden.tiny import CONFIGS, write_tiny_model
 ROUNDING = 0.05
 """Difference of log-probabilities that storing keys and values in bfloat16 may turn around."""
 
-# Eight ranks on few cores are slow; what they compute is compared in tests/models/test_llama.py too.
+# Eight ranks on few cores are slow; tests/models/test_llama.py has their logits.
 QUICK = [c for c in SERVED if c["mesh (tp, dcp)"] in ((1, 1), (4, 2), (2, 2), (1, 3))]
 COVER = list(zip(cycle(CONFIGS), pairwise_cover(QUICK), strict=False))
 ALL = list(zip(cycle(CONFIGS), SERVED, strict=False))

@@ -152,9 +152,8 @@ def test_golden_files_are_what_transformers_says():
     pytest.importorskip("transformers", reason="the oracle is transformers")
     live = pytest.importorskip("tests.golden.live")
     model = live.load(Path(bring_model("smollm2-135m")))
-    for item in read_continuations("smollm2"):
-        if len(item.prompt) > 1000:
-            continue  # half a minute for one prompt; scripts/make_golden.py has seen it
+    # A third of the prompts, not the long one: they were all made by the same run of the script.
+    for item in read_continuations("smollm2")[:-1:3]:
         tokens, margins = live.choices(model, list(item.prompt), item.tokens)
         assert tokens == item.tokens and margins.min() > NEAR_TIE
     for name, recorded in list(read_logits("smollm2").items())[::4]:
