@@ -133,10 +133,10 @@ def main() -> None:
     settings = engine_settings(options.dcp, max(options.concurrency))
     engine = Worker("engine", **settings)
     salts = itertools.count(1000)
-    with running_server(MODEL, server_options(settings)) as server:
+    with running_server(MODEL, server_options(settings)) as (_, url):
         results: dict[str, dict[str, float]] = {}
         for concurrency in options.concurrency:
-            results[str(concurrency)] = measure(server.url, engine, concurrency, salts, options)
+            results[str(concurrency)] = measure(url, engine, concurrency, salts, options)
             show(concurrency, results[str(concurrency)])
     engine.close()
     rounded = {

@@ -1,6 +1,7 @@
 """A ``dcpjax serve`` process as a script sees it: started, measured, ended by a signal."""
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -18,67 +19,80 @@ class ServerEnded(Exception):
 
 
 class ServerProcess:
-    """A server that is ready. ``url`` has no path; ``num_tracebacks`` counts those in its log."""
+    """A server on a port of its own choice. What it writes goes to our standard error."""
 
     def __init__(self, model: str, options: Sequence[str]) -> None:
         program = str(Path(sys.executable).with_name("dcpjax"))
+        self._command = [program, "serve", model, "--port", "0", *options]
         self._process = subprocess.Popen(
-            [program, "serve", model, "--port", "0", *options],
+            self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C reaches this script alone, which ends the server
         )
-        self.num_tracebacks = 0
         assert self._process.stdout is not None and self._process.stderr is not None
-        self._copier = threading.Thread(
-            target=self._copy_log, args=(self._process.stderr,), daemon=True
-        )
-        self._copier.start()
-        self.url = ""
-        for line in self._process.stdout:
-            if line.startswith(READY):
-                self.url = line.partition(" at ")[2].split()[0].removesuffix("/v1")
-                break
+        self._stdout = self._process.stdout
+        self._copiers: list[threading.Thread] = []
+        self.num_tracebacks = 0
+        self._copy(self._process.stderr)
 
-    def _copy_log(self, log: IO[str]) -> None:
-        for line in log:
-            self.num_tracebacks += line.startswith("Traceback")
+    def _copy(self, stream: IO[str]) -> None:
+        """Pass on, in a thread, all that comes: a full pipe would stop the server."""
+
+        def copy() -> None:
+            for line in stream:
+                self.num_tracebacks += line.startswith("Traceback")
+                sys.stderr.write(line)
+
+        self._copiers.append(threading.Thread(target=copy, daemon=True))
+        self._copiers[-1].start()
+
+    def wait_until_ready(self) -> str:
+        """The server's URL, without a path.
+
+        Raises:
+            ServerEnded: it could not start.
+        """
+        for line in self._stdout:
             sys.stderr.write(line)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
+            if line.startswith(READY):
+                self._copy(self._stdout)
+                return line.partition(" at ")[2].split()[0].removesuffix("/v1")
+        raise ServerEnded(" ".join(self._command))
 
     def rss_bytes(self) -> int:
         """Memory of the process that is in RAM now."""
+        status = Path(f"/proc/{self._process.pid}/status")
+        if status.exists():  # on Linux, where small containers have no ps
+            (line,) = re.findall(r"^VmRSS:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+            return 1024 * int(line)
         command = ["ps", "-o", "rss=", "-p", str(self._process.pid)]
         return 1024 * int(subprocess.run(command, capture_output=True, check=True).stdout)
 
     def stop(self) -> int:
-        """Send SIGTERM, wait, and only then kill. The exit code."""
+        """Send SIGTERM, wait, and only then kill; more than once is fine. The exit code."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
         code = self._process.wait()
-        self._copier.join()
+        for copier in self._copiers:
+            copier.join()
         return code
 
 
 @contextlib.contextmanager
-def running_server(model: str, options: Sequence[str]) -> Iterator[ServerProcess]:
-    """A server that is ready, and stopped on every way out.
+def running_server(model: str, options: Sequence[str]) -> Iterator[tuple[ServerProcess, str]]:
+    """A server that is ready, and its URL. It is stopped on every way out.
 
     Raises:
         ServerEnded: it could not start.
     """
     server = ServerProcess(model, options)
     try:
-        if not server.url:
-            raise ServerEnded(" ".join(["dcpjax serve", model, *options]))
-        yield server
+        yield server, server.wait_until_ready()
     finally:
         server.stop()

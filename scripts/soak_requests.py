@@ -146,9 +146,9 @@ class Verdict:
 
 def judge(case: Case, alone: Answer, answer: Answer) -> Verdict:
     """Compare an answer with the one that was computed alone."""
-    faults = [] if answer.has_left else ending_faults(case, answer)
     if answer.error is not None:
-        return Verdict((f"the stream has an error: {answer.error}",))
+        return Verdict((f"the answer is an error: {answer.error}",))
+    faults = [] if answer.has_left else ending_faults(case, answer)
     place = _first_difference(alone.token_ids, answer.token_ids)
     if place is not None and place < len(alone.margins) and alone.margins[place] < TIE:
         return Verdict(tuple(faults), is_flipped=True)

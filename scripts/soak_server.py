@@ -181,7 +181,7 @@ async def check_afterwards(http: httpx.AsyncClient, tally: Tally) -> dict[str, A
     return stats
 
 
-def check_memory(tally: Tally, max_growth: float) -> dict[str, float]:
+def check_memory(tally: Tally, max_growth: float) -> dict[str, Any]:
     """Compare the second quarter of the load with its last; the first one is still warming up."""
     quarter = len(tally.rss) // 4
     if not quarter:
@@ -195,10 +195,13 @@ def check_memory(tally: Tally, max_growth: float) -> dict[str, float]:
         "rss_second_quarter_mib": round(second / MIB, 1),
         "rss_last_quarter_mib": round(last / MIB, 1),
         "rss_growth_percent": round(100 * growth, 2),
+        "rss_mib": [round(value / MIB) for value in tally.rss[:: max(quarter // 4, 1)]],
     }
 
 
-async def soak(server: ServerProcess, tally: Tally, options: argparse.Namespace) -> dict[str, Any]:
+async def soak(
+    server: ServerProcess, url: str, tally: Tally, options: argparse.Namespace
+) -> dict[str, Any]:
     """Everything that needs the server alive; what was measured."""
     cases = make_cases(
         random.Random(options.seed),
@@ -207,7 +210,7 @@ async def soak(server: ServerProcess, tally: Tally, options: argparse.Namespace)
         max_tokens=options.max_tokens,
     )
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=NO_TIMEOUT) as http:
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=NO_TIMEOUT) as http:
         alone = await answer_alone(http, cases, tally)
         started = time.monotonic()
         watcher = asyncio.create_task(watch_memory(server, tally, 60 * options.minutes / 100))
@@ -245,8 +248,8 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
 def check_server(options: argparse.Namespace, server_options: list[str]) -> dict[str, Any]:
     """Start a server, load it, stop it; what was found."""
     tally = Tally()
-    with running_server(options.model, server_options) as server:
-        measured = asyncio.run(soak(server, tally, options))
+    with running_server(options.model, server_options) as (server, url):
+        measured = asyncio.run(soak(server, url, tally, options))
         code = server.stop()
     if code != 0:
         tally.fault(f"the server ended with exit code {code}")
