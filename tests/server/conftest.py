@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dcpjax.errors import EngineDeadError
 from dcpjax.llm.sequence import TextSide
 from dcpjax.server import run
 from dcpjax.server.app import create_app
@@ -103,7 +104,7 @@ class LiveServer:
     url: str
     engine: CountUpEngine
     server: run.GracefulServer
-    ended: "Future[None]"
+    ended: "Future[bool]"  # what serve returned or raised
 
     def signal(self) -> None:
         self.server.handle_exit(signal.SIGTERM, None)
@@ -113,7 +114,7 @@ class LiveServer:
 def live_server(engine: CountUpEngine, **settings: Any) -> Iterator[LiveServer]:
     config = run.ServerConfig(port=0, model_names=(MODEL,), **settings)
     ready: Future[run.GracefulServer] = Future()
-    ended: Future[None] = Future()
+    ended: Future[bool] = Future()
 
     def serve() -> None:
         with run.bind(config) as bound:
@@ -126,8 +127,10 @@ def live_server(engine: CountUpEngine, **settings: Any) -> Iterator[LiveServer]:
                 max_num_seqs=engine.max_num_seqs,
                 on_ready=ready.set_result,
             )
-            asyncio.run(coroutine)
-        ended.set_result(None)
+            try:
+                ended.set_result(asyncio.run(coroutine))
+            except EngineDeadError as error:
+                ended.set_exception(error)
 
     address: Future[str] = Future()
     thread = threading.Thread(target=serve)

@@ -144,7 +144,7 @@ def test_further_templates_have_names(tmp_path):
     templates = {"tokenizer.chat_template": "one", "tokenizer.chat_template.tool_use": "two"}
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", byte_level_metadata(), **templates))
     assert tokenizer.apply_chat_template([]) == "one"
-    assert tokenizer.apply_chat_template([], tools=[{}]) == "two"
+    assert tokenizer.templates["tool_use"].render([], False, {}) == "two"
 
 
 @pytest.mark.parametrize(
