@@ -114,6 +114,7 @@ class EngineClient:
         self._inbox.put(None)
         await self._may_leave.wait()
         self._die(EngineDeadError("the engine was stopped"))
+        self._inbox.put(None)  # an abandoned thread has not read the first one, which is gone
 
     def abandon(self) -> None:
         """Let the exit not wait for the thread. The engine must not be touched any more."""

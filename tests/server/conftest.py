@@ -52,6 +52,7 @@ class Api:
     http: httpx.AsyncClient
     engine: CountUpEngine
     client: EngineClient
+    text: TextSide
 
     async def complete(self, prompt: Any = "a", **fields: Any) -> httpx.Response:
         body = {"model": MODEL, "prompt": prompt, **fields}
@@ -88,7 +89,7 @@ async def open_api(
         app = create_app(service, api_keys=api_keys)
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield Api(http, engine, client)
+            yield Api(http, engine, client, text)
 
 
 @pytest.fixture
