@@ -85,10 +85,10 @@ def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     """The token id that a file gives as ``tokenizer.ggml.NAME``, None if it gives none.
 
     Raises:
-        CheckpointError: it is not a natural number.
+        CheckpointError: it is not a natural number of 31 bits.
     """
     value = metadata.get(f"tokenizer.ggml.{name}")
-    is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
     if value is not None and not is_id:
         raise CheckpointError(f"tokenizer.ggml.{name} is a token id", value=value)
     return value

@@ -1,6 +1,7 @@
 """The offline interface over the count-up engine: what goes in, what comes out, how it ends."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax.engine.request import FinishReason, SamplingParams, TokenOutput
-from dcpjax.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
+from dcpjax.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    RequestError,
+)
 from dcpjax.llm import LLM, offline
 from dcpjax.llm.sequence import SequenceRecord, TextSide
 from tests.fakes import EOS, CountUpEngine, byte_tokenizer
+from tests.golden.tiny import write_tiny_model
 
 _TOKENIZER = byte_tokenizer()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -309,6 +317,17 @@ def test_without_a_tokenizer_ids_go_in_and_out(
 def test_an_unknown_setting_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="blok_size"):
         LLM("fake", blok_size=16)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    tmp_path: Path, load_format: str
+) -> None:
+    """257 tokens, 131 embeddings. Without the tokenizer nothing is wrong with the model."""
+    folder = write_tiny_model(tmp_path / "model", "gqa")
+    _TOKENIZER.backend.save(str(folder / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="largest_token_id=256, vocab_size=131"):
+        LLM(str(folder), load_format=load_format)
 
 
 def test_progress_changes_nothing(llm: LLM) -> None:

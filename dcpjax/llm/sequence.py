@@ -145,8 +145,9 @@ class TextSide:
         if isinstance(prompt, str):
             tokenizer = self.require_tokenizer("a prompt of text", "prompt")
             return self._encode_text(tokenizer, prompt, add_special_tokens, "prompt")
-        items: Iterable[Any] = prompt if isinstance(prompt, Iterable) else (None,)
-        token_ids = tuple(int(item) if isinstance(item, np.integer) else item for item in items)
+        token_ids: Any = prompt
+        if isinstance(prompt, Iterable):
+            token_ids = tuple(int(t) if isinstance(t, np.integer) else t for t in prompt)
         if not has_type(token_ids, tuple[int, ...]):
             raise RequestError(
                 "a prompt is a text or a list of token ids",

@@ -37,6 +37,8 @@ class ChatTemplate:
     @classmethod
     def compile(cls, source: str, special_tokens: Mapping[str, str]) -> "ChatTemplate":
         """Raises CheckpointError when the source is no valid template."""
+        if not isinstance(source, str):
+            raise CheckpointError("a chat template is a text", found=type(source).__name__)
         try:
             return cls(_environment().from_string(source), special_tokens)
         except jinja2.TemplateSyntaxError as error:

@@ -109,3 +109,9 @@ def test_what_fails_in_a_template_is_the_requests_error(source, reason):
 def test_a_broken_template_is_the_checkpoints_error():
     with pytest.raises(CheckpointError, match="line=2"):
         ChatTemplate.compile("a\n{% for %}", {})
+
+
+@pytest.mark.parametrize("source", [None, 5, ["a"], b"a"])
+def test_a_template_is_a_text(source):
+    with pytest.raises(CheckpointError, match="a chat template is a text"):
+        ChatTemplate.compile(source, {})
