@@ -5,16 +5,72 @@ Every field of :class:`EngineConfig` is also an option of ``dcpjax serve`` and a
 """
 
 import dataclasses
+import math
+import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args, get_origin
 
 from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
+
+Progress = Callable[[str, int, int], None]
+"""Called as ``progress(what, done, total)`` while an engine loads and compiles."""
 
 DTypeName = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a"]
 PrefillGather = Literal["none", "q"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "gpu"]
+
+
+def has_type(value: Any, annotation: Any) -> bool:
+    """Whether a value is what a field's annotation says. No bool is a number, an int is a float.
+
+    Args:
+        annotation: a class, a Literal of strings, a union, or a tuple type.
+    """
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Literal:
+        return isinstance(value, str) and value in parts
+    if kind is types.UnionType:
+        return any(has_type(value, part) for part in parts)
+    if kind is tuple:
+        items = cast(tuple[Any, ...], value) if isinstance(value, tuple) else None
+        if items is None:
+            return False
+        wanted = parts[:1] * len(items) if parts[-1] is Ellipsis else parts
+        return len(items) == len(wanted) and all(map(has_type, items, wanted))
+    if isinstance(value, bool):
+        return annotation is bool
+    return isinstance(value, int | float if annotation is float else annotation)
+
+
+def type_words(annotation: Any) -> str:
+    """What :func:`has_type` asks for, as the end of a sentence."""
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(get_args(annotation))}"
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return f"of type {name}"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What holds for the value of a setting, and the same in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+    def check(self, settings: Any, *names: str) -> None:
+        for name in names:
+            value = getattr(settings, name)
+            if value is not None and not self.holds(value):
+                raise ConfigError(f"{name} is {self.words}", **{name: value})
+
+
+_COUNT = _Rule(lambda value: value >= 1, "at least 1")
+_SEED = _Rule(lambda value: 0 <= value < 2**63, "in [0, 2**63)")
+_FILLED = _Rule(bool, "not empty")
+_POSITIVE = _Rule(lambda value: 0 < value < math.inf, "a finite number above 0")  # NaN is not
 
 
 @dataclass(frozen=True)
@@ -28,8 +84,18 @@ class RopeScaling:
     original_max_position: int = 8192
 
     def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise ConfigError("the rope scaling factor is at least 1", factor=self.factor)
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(
+                "the rope scaling factor is a finite number of at least 1", factor=self.factor
+            )
+        _POSITIVE.check(self, "low_freq_factor", "high_freq_factor")
+        _COUNT.check(self, "original_max_position")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                "low_freq_factor is below high_freq_factor",
+                low_freq_factor=self.low_freq_factor,
+                high_freq_factor=self.high_freq_factor,
+            )
 
 
 @dataclass(frozen=True)
@@ -55,10 +121,10 @@ class ModelConfig:
     bos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is at least 1", **{name: getattr(self, name)})
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        _COUNT.check(self, "vocab_size", "hidden_size", "intermediate_size", "num_layers")
+        _COUNT.check(self, "num_heads", "num_kv_heads", "head_dim", "max_position_embeddings")
+        _POSITIVE.check(self, "rms_norm_eps", "rope_theta")
+        if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 "the number of query heads is a multiple of the number of KV heads",
                 num_heads=self.num_heads,
@@ -87,7 +153,9 @@ class EngineConfig:
     decode_context_parallel_size: int = _option(
         1, "ranks that share the tokens of each sequence; divides the tensor parallel size", "-dcp"
     )
-    prefill_context_parallel_size: int = _option(1, "ranks that share the prompt's tokens", "-pcp")
+    prefill_context_parallel_size: int = _option(
+        1, "ranks that share the prompt's tokens; only 1 is there yet", "-pcp"
+    )
     cp_kv_cache_interleave_size: int = _option(
         1, "consecutive tokens that stay on one DCP rank; divides the block size"
     )
@@ -111,30 +179,17 @@ class EngineConfig:
     seed: int = _option(0, "seed of sampling without a seed of its own, and of dummy weights")
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_counts()
-        self._check_context_parallelism()
-
-    def _check_choices(self) -> None:
-        choices = {
-            "dtype": DTypeName,
-            "kv_cache_dtype": DTypeName,
-            "dcp_comm_backend": CommBackend,
-            "prefill_gather": PrefillGather,
-            "load_format": LoadFormat,
-            "device": Device,
-        }
-        for name, literal in choices.items():
-            value, allowed = getattr(self, name), get_args(literal)
-            if value not in allowed:
-                raise ConfigError(f"{name} is one of {', '.join(allowed)}", **{name: value})
-
-    def _check_counts(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if item.type in (int, "int", int | None) and item.name != "seed" and value is not None:
-                if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                    raise ConfigError(f"{item.name} is an integer of at least 1", value=value)
+            if not has_type(value, item.type):
+                rule = f"{item.name} is {type_words(item.type)}"
+                raise ConfigError(rule, **{item.name: value})
+            if item.type in (int, int | None) and item.name != "seed":
+                _COUNT.check(self, item.name)
+        _SEED.check(self, "seed")
+        _FILLED.check(self, "model")
+        self._check_context_parallelism()
+        self._check_step_size()
 
     def _check_context_parallelism(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -166,6 +221,17 @@ class EngineConfig:
             raise UnsupportedCombination(
                 "this version has no prefill context parallelism",
                 prefill_context_parallel_size=self.prefill_context_parallel_size,
+            )
+
+    def _check_step_size(self) -> None:
+        stripe = self.decode_context_parallel_size * self.cp_kv_cache_interleave_size
+        if stripe > self.max_num_batched_tokens:
+            raise ConfigError(
+                "max_num_batched_tokens is at least decode_context_parallel_size times "
+                "cp_kv_cache_interleave_size, the least that gives every rank as many tokens",
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                decode_context_parallel_size=self.decode_context_parallel_size,
+                cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
             )
 
     @property

@@ -1,15 +1,24 @@
 """The exceptions of dcpjax. Each names the rule that was broken and the values that broke it.
 
 DcpjaxError
-├── ConfigError (ValueError)        a setting is wrong: found at start, exit code 2
-│   ├── MeshError                   ranks, devices or head counts that do not fit together
-│   ├── UnsupportedCombination      two settings that are each fine and cannot be combined
-│   └── CheckpointError             model files that are missing, broken or not understood
-├── LayoutError (ValueError)        an argument of the layout algebra outside its domain
-├── RequestError (ValueError)       one request is wrong: HTTP 400, the others go on
-│   └── ContextLengthError          prompt or max_tokens beyond what the engine can hold
-├── AuditError                      a compiled step copies the KV pool or fails to update it in
-place └── EngineDeadError                 the engine stopped; nothing can be served any more
+├── ConfigError (ValueError)      a setting is wrong: found at start, exit code 2
+│   ├── MeshError                 ranks, devices or head counts that do not fit together
+│   ├── UnsupportedCombination    two settings that are each fine and cannot be combined
+│   └── CheckpointError           model files that are missing, broken or not understood
+├── LayoutError (ValueError)      an argument of the layout algebra outside its domain
+├── RequestError (ValueError)     one request is wrong: HTTP 400, the others go on
+│   └── ContextLengthError        prompt or max_tokens beyond what the engine can hold
+├── AuditError                    a compiled step copies the KV pool, or does not update it in place
+├── EngineDeadError               the engine stopped; nothing can be served any more
+│
+│   of the HTTP server alone, in ``server/errors.py``:
+├── UnavailableError              too many requests, or shutting down: HTTP 503
+├── UnknownModelError             the server does not answer to this model name: HTTP 404
+├── BodyTooLargeError             a body beyond the limit: HTTP 413
+└── AccessError                   a missing or wrong API key: HTTP 401
+
+Beside the tree: ``cache.pages.PageError`` (AssertionError) is a bug of ours, not of a user, and so
+is no DcpjaxError; ``server.streaming.ClientLeftError`` is nobody's error.
 """
 
 from typing import Any

@@ -81,6 +81,19 @@ def read_gguf(path: Path) -> GgufFile:
         ) from error
 
 
+def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """The token id that a file gives as ``tokenizer.ggml.NAME``, None if it gives none.
+
+    Raises:
+        CheckpointError: it is not a natural number of 31 bits.
+    """
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+    if value is not None and not is_id:
+        raise CheckpointError(f"tokenizer.ggml.{name} is a token id", value=value)
+    return value
+
+
 def _read_header(path: Path, data: mmap.mmap) -> GgufFile:
     cursor = _Cursor(data)
     if cursor.take(4) != MAGIC:

@@ -9,7 +9,6 @@ import contextlib
 import http
 import http.client
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -22,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
@@ -126,16 +124,6 @@ def serve_command(options: argparse.Namespace, port: int) -> list[str]:
     ]
 
 
-def server_environment() -> dict[str, str]:
-    """Ours, with a place for compiled programs: the second demo does not compile again."""
-    compiled = platformdirs.user_cache_path("dcpjax") / "compiled"
-    defaults = {
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    return defaults | os.environ
-
-
 @contextlib.contextmanager
 def running_server(options: argparse.Namespace, port: int) -> Iterator[str]:
     """The base URL of a server that is ready. It is stopped on every way out.
@@ -145,9 +133,7 @@ def running_server(options: argparse.Namespace, port: int) -> Iterator[str]:
     """
     command = serve_command(options, port)
     print("$ dcpjax " + " ".join(command[1:]), flush=True)
-    server = subprocess.Popen(
-        command, env=server_environment(), stdin=subprocess.DEVNULL, start_new_session=True
-    )
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         url = f"http://{HOST}:{port}"
         wait_until_ready(server, url)

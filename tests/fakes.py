@@ -54,7 +54,7 @@ class CountUpEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._open)
+        return bool(self._open or self._ended)
 
     @property
     def open_requests(self) -> list[Request]:
@@ -100,10 +100,15 @@ class CountUpEngine:
         request.output_token_ids.append(token)
         self._num_generated += 1
         count = len(request.output_token_ids)
-        is_eos = token in request.eos_token_ids and not params.ignore_eos
-        is_stop = (is_eos or token in params.stop_token_ids) and count > params.min_tokens
+        may_stop = count >= params.min_tokens
+        is_eos = may_stop and token in request.eos_token_ids and not params.ignore_eos
+        is_stop = may_stop and not is_eos and token in params.stop_token_ids
         is_full = count == params.max_tokens or request.num_tokens == self.max_model_len
-        reason = FinishReason.STOP if is_stop else FinishReason.LENGTH if is_full else None
+        reason = None
+        if is_eos or is_stop:
+            reason = FinishReason.STOP
+        elif is_full:
+            reason = FinishReason.LENGTH
         if reason is not None:
             del self._open[request.request_id]
         logprobs = ()

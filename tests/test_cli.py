@@ -1,5 +1,6 @@
 """The command line: its options, its exit codes, and a server that is started and stopped by it."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -9,6 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +25,10 @@ import dcpjax
 from dcpjax import llm
 from dcpjax.cli import main
 from dcpjax.cli import progress as progress_module
+from dcpjax.cli.commands import EXIT_FORCED
 from dcpjax.cli.progress import LoadingProgress
 from dcpjax.config import EngineConfig
-from dcpjax.errors import CheckpointError
+from dcpjax.errors import AuditError, CheckpointError
 from dcpjax.llm import offline
 from tests.fakes import CountUpEngine, byte_tokenizer
 
@@ -152,6 +157,16 @@ def test_generate_prints_json(loaded: list[EngineConfig]) -> None:
         (("generate", "m", "a", "--temperature", "-1"), "temperature is"),
         (("generate", "m", "a" * 600), "maximum context length"),
         (("generate", "m", ""), "at least one token"),
+        (("serve", "m", "--seed", "-1", "--load-format", "dummy"), "seed is in"),
+        (("serve", ""), "model is not empty"),
+        (("serve", "m", "--host", "a" * 70), "address to listen on"),
+        (("serve", "m", "-pcp", "2"), "no prefill context parallelism"),
+        (
+            ("serve", "m", "-tp", "4", "-dcp", "4", "--max-num-batched-tokens", "3"),
+            "max_num_batched_tokens is at least",
+        ),
+        (("generate", "m", "a", "--sampling-seed", str(2**63)), "seed is an int64"),
+        (("generate", "m", "a", "--top-k", str(2**31)), "top_k is an int32"),
     ],
 )
 def test_what_is_wrong_is_one_message_and_exit_code_2(
@@ -173,6 +188,27 @@ def test_a_broken_checkpoint_is_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> 
     assert "Error: the file is whole (path='x.gguf', missing_bytes=3)" in result.stderr
 
 
+@pytest.mark.parametrize("command", [("serve", "m", "--port", "0"), ("generate", "m", "a")])
+def test_any_error_of_ours_at_the_start_is_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    def load_engine(config: EngineConfig, progress: Any) -> Any:
+        raise AuditError("the step makes copies of the KV pool", step="4x1")
+
+    monkeypatch.setattr(llm, "load_engine", load_engine)
+    monkeypatch.setattr(offline, "load_engine", load_engine)
+    result = run(*command)
+    assert result.exit_code == 2
+    assert "Error: the step makes copies of the KV pool (step='4x1')" in result.stderr
+
+
+def test_standard_input_that_is_no_text_is_exit_code_2(loaded: list[EngineConfig]) -> None:
+    result = CliRunner().invoke(main, ["generate", "fake", "-"], input=b"a\xff")
+    assert result.exit_code == 2
+    assert "standard input is UTF-8 text" in result.stderr
+    assert loaded == []
+
+
 def test_a_port_in_use_is_found_before_anything_is_loaded(loaded: list[EngineConfig]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -182,10 +218,11 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(loaded: list[EngineCon
     assert loaded == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_until_a_signal(number: signal.Signals) -> None:
+@contextlib.contextmanager
+def started_server(launcher: str = LAUNCHER) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A server of the fake engine that is ready, and the URL of its API."""
     server = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, "serve", "fake", "--port", "0", "--api-key", "k"],
+        [sys.executable, "-c", launcher, "serve", "fake", "--port", "0", "--api-key", "k"],
         cwd=ROOT,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
@@ -196,19 +233,52 @@ def test_serve_until_a_signal(number: signal.Signals) -> None:
         assert server.stdout is not None
         ready = server.stdout.readline()
         assert ready.startswith("ready: fake at http://127.0.0.1:")
-        url = ready.split()[3]
-        headers = {"Authorization": "Bearer k"}
-        body = {"prompt": "a", "max_tokens": 2}
-        answer = httpx.post(f"{url}/completions", json=body, headers=headers).json()
-        assert answer["choices"][0]["text"] == "bc"
-        server.send_signal(number)
-        _, errors = server.communicate(timeout=30)
+        yield server, ready.split()[3]
     finally:
         server.kill()
-        server.wait()
+        server.communicate()
+
+
+def complete(url: str) -> httpx.Response:
+    headers = {"Authorization": "Bearer k"}
+    return httpx.post(f"{url}/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_until_a_signal(number: signal.Signals) -> None:
+    with started_server() as (server, url):
+        assert complete(url).json()["choices"][0]["text"] == "bc"
+        server.send_signal(number)
+        _, errors = server.communicate(timeout=30)
     assert server.returncode == 0
     assert "loading the weights (1/2)" in errors
     assert "Traceback" not in errors
+
+
+def test_a_dead_engine_is_exit_code_1() -> None:
+    launcher = LAUNCHER.replace("CountUpEngine()", "CountUpEngine(fail_at_step=1)")
+    with started_server(launcher) as (server, url):
+        assert complete(url).status_code == 503
+        _, errors = server.communicate(timeout=30)
+    assert server.returncode == 1
+    assert "the device is lost" in errors  # the log says why
+    assert errors.splitlines()[-1].startswith("Error: the engine stopped")
+
+
+def test_the_third_signal_leaves_in_the_middle_of_a_step() -> None:
+    """The engine's step never ends."""
+    launcher = LAUNCHER.replace(
+        "CountUpEngine()", "CountUpEngine(gate=lambda: (print('in a step'), time.sleep(600)))"
+    ).replace("import sys", "import sys, time")
+    with started_server(launcher) as (server, url):
+        with ThreadPoolExecutor() as pool:
+            pool.submit(complete, url)
+            assert server.stdout is not None
+            assert server.stdout.readline() == "in a step\n"
+            while server.poll() is None:  # signals that come at once may be merged to one
+                server.send_signal(signal.SIGINT)
+                time.sleep(0.2)
+    assert server.returncode == EXIT_FORCED
 
 
 class TestProgress:

@@ -1,17 +1,26 @@
 """The offline interface over the count-up engine: what goes in, what comes out, how it ends."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax.engine.request import FinishReason, SamplingParams, TokenOutput
-from dcpjax.errors import ConfigError, ContextLengthError, RequestError
+from dcpjax.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    RequestError,
+)
 from dcpjax.llm import LLM, offline
 from dcpjax.llm.sequence import SequenceRecord, TextSide
 from tests.fakes import EOS, CountUpEngine, byte_tokenizer
+from tests.golden.tiny import write_tiny_model
 
 _TOKENIZER = byte_tokenizer()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -119,8 +128,7 @@ def test_logprobs_belong_to_the_tokens(llm: LLM) -> None:
 def test_one_wrong_prompt_computes_none(llm: LLM, engine: CountUpEngine) -> None:
     with pytest.raises(ContextLengthError):
         llm.generate(["a", "a" * 600], GREEDY)
-    assert engine.num_steps == 0
-    assert not engine.has_work
+    assert (engine.num_steps, engine.open_requests) == (0, [])
     assert llm.generate("a", GREEDY)[0].outputs[0].text == "bcde"
 
 
@@ -139,6 +147,148 @@ def test_a_stream_adds_up_to_the_whole(llm: LLM) -> None:
     assert (record.text, record.finish_reason) == ("bcde", FinishReason.LENGTH)
     with pytest.raises(RequestError, match="one sequence"):
         next(llm.stream("a", SamplingParams(n=2)))
+
+
+def texts_of(stream: Iterator[Any]) -> str:
+    return "".join(delta.text for delta in stream)
+
+
+def test_a_stream_goes_on_after_other_calls(llm: LLM, engine: CountUpEngine) -> None:
+    """Both work on one engine: what one of them steps for the other is not lost."""
+    stream = llm.stream("a", SamplingParams(max_tokens=6))
+    assert next(stream).text == "b"
+    assert llm.generate(["k", "A"], GREEDY)[1].outputs[0].text == "BCDE"
+    assert next(stream).text == "c"
+    assert (
+        llm.generate("k", SamplingParams(max_tokens=50, stop=("p",)))[0].outputs[0].text == "lmno"
+    )
+    assert texts_of(stream) == "defg"
+    assert engine.open_requests == []
+
+
+def test_streams_take_turns(llm: LLM) -> None:
+    streams = [llm.stream(chr(first), GREEDY) for first in b"ak"]
+    assert [next(stream).text for stream in streams * 2] == ["b", "l", "c", "m"]
+    streams[0].close()
+    assert texts_of(streams[1]) == "no"
+
+
+def test_a_stream_that_ended_meanwhile_still_stops_at_its_stop_string(
+    llm: LLM, engine: CountUpEngine
+) -> None:
+    stream = llm.stream("a", SamplingParams(max_tokens=9, stop=("d",)))
+    assert next(stream).text == "b"
+    llm.generate("k", SamplingParams(max_tokens=50))
+    *_, last = stream
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, "d")
+    assert engine.aborted == []
+
+
+def test_an_engine_that_forgets_a_request_is_an_error_not_a_hang(
+    llm: LLM, engine: CountUpEngine
+) -> None:
+    stream = llm.stream("a", GREEDY)
+    next(stream)
+    engine._open.clear()
+    with pytest.raises(EngineDeadError):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        (np.array([97]), ["bc"]),
+        (np.array([[97], [107]]), ["bc", "lm"]),
+        ([np.array([97]), "k"], ["bc", "lm"]),
+        (list(np.array([97])), ["bc"]),
+        ((97,), ["bc"]),
+    ],
+)
+def test_arrays_are_lists(llm: LLM, prompt: Any, texts: list[str]) -> None:
+    results = llm.generate(prompt, SamplingParams(max_tokens=2))
+    assert [result.outputs[0].text for result in results] == texts
+    assert all(type(token) is int for result in results for token in result.prompt_token_ids)
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [[1.5]], [True], [[1, "a"]], 5, None, [None], [[None]]])
+def test_what_is_no_prompt(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt is") as caught:
+        llm.generate(prompt, GREEDY)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self", "tools"])
+def test_reserved_template_variables(llm: LLM, name: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(RequestError, match=name) as caught:
+        llm.chat(messages, GREEDY, chat_template_kwargs={name: True})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_what_is_no_conversation(llm: LLM) -> None:
+    for wrong in (["hi"], [{"content": "hi"}], [[1]]):
+        with pytest.raises(RequestError, match="a message is an object with a role"):
+            llm.chat(wrong, GREEDY)  # type: ignore[arg-type]
+
+
+def test_a_text_that_cannot_fit_is_not_encoded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest token of the byte tokenizer is <end>, five bytes."""
+    longest = "a" * (5 * 512)
+    with pytest.raises(ContextLengthError, match="the prompt and max_tokens"):
+        llm.generate(longest, GREEDY)
+    monkeypatch.setattr(type(_TOKENIZER), "encode", lambda *args: 1 / 0)
+    with pytest.raises(ContextLengthError, match="5 bytes at most"):
+        llm.generate(longest + "a", GREEDY)
+    with pytest.raises(ContextLengthError, match="5 bytes at most"):
+        llm.chat([{"role": "user", "content": longest}], GREEDY)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "bc"), (True, "bcd")])
+def test_an_end_of_sequence_that_is_no_special_token_is_no_text(include: bool, text: str) -> None:
+    """The engine names no stop token for it; the last token is hidden all the same."""
+    params = SamplingParams(include_stop_str_in_output=include, skip_special_tokens=False)
+    state = TextSide(_TOKENIZER, frozenset({100}), 512).state(params)
+    record = SequenceRecord()
+    for token in b"bc":
+        record.add(state.push(TokenOutput("r", (token,))))
+    record.add(state.push(TokenOutput("r", (100,), FinishReason.STOP)))
+    assert (record.text, record.token_ids) == (text, [*b"bcd"])
+    assert record.stop_reason is None
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "stop", "text"),
+    [
+        (0, "d", "bc"),
+        (2, "d", "bc"),
+        (3, "d", "bcdefghij"),  # d is the third token, after which it may end
+        (2, "cd", "b"),  # begins before, is complete after
+        (3, "cd", "bcdefghij"),
+        (9, "j", "bcdefghij"),
+        (8, "j", "bcdefghi"),
+    ],
+)
+def test_stop_strings_count_after_min_tokens(
+    llm: LLM, min_tokens: int, stop: str, text: str
+) -> None:
+    params = SamplingParams(min_tokens=min_tokens, stop=(stop,), max_tokens=9)
+    assert llm.generate("a", params)[0].outputs[0].text == text
+
+
+def test_offsets_are_of_characters(llm: LLM) -> None:
+    """Of two bytes of one character, of what is held back, and of an end without text."""
+    state = TextSide(_TOKENIZER, frozenset({EOS}), 512).state(SamplingParams(stop=("xyz",)))
+    record = SequenceRecord()
+    for token in "\u00e9xa\u4e2d".encode():
+        record.add(state.push(TokenOutput("r", (token,))))
+    record.add(state.push(TokenOutput("r", (EOS,), FinishReason.STOP)))
+    assert record.text == "\u00e9xa\u4e2d"
+    assert record.offsets == [0, 0, 1, 2, 3, 3, 3, 4]
+
+
+def test_without_a_tokenizer_all_offsets_are_zero() -> None:
+    state = TextSide(None, frozenset(), 512).state(SamplingParams())
+    assert state.push(TokenOutput("r", (1, 2), FinishReason.LENGTH)).offsets == (0, 0)
 
 
 def test_a_conversation_goes_through_the_template(llm: LLM) -> None:
@@ -169,6 +319,17 @@ def test_an_unknown_setting_is_refused_before_anything_is_loaded() -> None:
         LLM("fake", blok_size=16)
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    tmp_path: Path, load_format: str
+) -> None:
+    """257 tokens, 131 embeddings. Without the tokenizer nothing is wrong with the model."""
+    folder = write_tiny_model(tmp_path / "model", "gqa")
+    _TOKENIZER.backend.save(str(folder / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="largest_token_id=256, vocab_size=131"):
+        LLM(str(folder), load_format=load_format)
+
+
 def test_progress_changes_nothing(llm: LLM) -> None:
     assert llm.generate("a", GREEDY, use_progress=True)[0].outputs[0].text == "bcde"
     assert llm.stats()["generation_tokens"] == 4
@@ -183,7 +344,7 @@ def test_text_does_not_depend_on_how_tokens_arrive(
     data: bytes, cuts: list[int], stop: list[str]
 ) -> None:
     """One token per step, or several (as speculation yields them): the same text and ending."""
-    text = TextSide(_TOKENIZER, frozenset({EOS}))
+    text = TextSide(_TOKENIZER, frozenset({EOS}), 512)
     params = SamplingParams(stop=tuple(stop))
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     pieces = [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]

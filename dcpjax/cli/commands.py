@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -12,6 +13,9 @@ import dcpjax
 from dcpjax.cli.options import SectionCommand, WrongSettings, engine_options, option
 from dcpjax.cli.progress import LoadingProgress
 from dcpjax.config import EngineConfig
+
+EXIT_FORCED = 1
+"""Of a server that was told to leave in the middle of a step."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -97,19 +101,18 @@ def serve_command(
         engine, tokenizer = _load(config)
         names = ", ".join(server.model_names)
         ready = f"ready: {names} at {run.url_of(bound)}/v1 (Ctrl-C stops)"
-        try:
-            asyncio.run(
-                run.serve(
-                    engine,
-                    tokenizer,
-                    server,
-                    bound,
-                    max_num_seqs=config.max_num_seqs,
-                    on_ready=lambda _: click.echo(ready),
-                )
+        is_closed = asyncio.run(
+            run.serve(
+                engine,
+                tokenizer,
+                server,
+                bound,
+                max_num_seqs=config.max_num_seqs,
+                on_ready=lambda _: click.echo(ready),
             )
-        finally:
-            engine.close()
+        )
+    if not is_closed:  # an ordinary exit would wait for the engine's thread
+        os._exit(EXIT_FORCED)
 
 
 def _load(config: EngineConfig) -> Any:
@@ -155,7 +158,7 @@ def generate_command(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_standard_input() if prompt == "-" else prompt
     started = time.monotonic()
     with LoadingProgress() as progress:
         llm = dcpjax.LLM(model, progress=progress, **settings)
@@ -164,6 +167,13 @@ def generate_command(
         result = _generate(llm, text, chat, params, echo=not as_json)
         result["timings"]["load_seconds"] = load_seconds
     click.echo(json.dumps(result) if as_json else "")
+
+
+def _read_standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise WrongSettings(f"standard input is UTF-8 text: {error}") from error
 
 
 def _generate(

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import click
 
 from dcpjax.config import EngineConfig
-from dcpjax.errors import ConfigError, RequestError
+from dcpjax.errors import DcpjaxError, EngineDeadError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -50,7 +50,10 @@ class SectionOption(click.Option):
 
 
 class SectionCommand(click.Command):
-    """A command whose ``--help`` groups the options."""
+    """A command whose ``--help`` groups the options, and whose errors have no traceback.
+
+    Exit code 2: something to put right before it can start. 1: the engine failed while it served.
+    """
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -65,7 +68,9 @@ class SectionCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ConfigError, RequestError) as error:
+        except EngineDeadError as error:
+            raise click.ClickException(str(error)) from error
+        except DcpjaxError as error:
             raise WrongSettings(str(error)) from error
 
 

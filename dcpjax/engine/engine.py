@@ -1,6 +1,5 @@
 """The engine: one thread, one step of look-ahead, token ids in and token ids out."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import PoolShape
 from dcpjax.cache.prefix import PagePool
-from dcpjax.config import EngineConfig
+from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
 from dcpjax.engine.plan import Drain, StepShapes
@@ -22,8 +21,6 @@ from dcpjax.mesh import HeadLayout, decode_mesh, find_devices
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.llama import Sharding
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
-
-Progress = Callable[[str, int, int], None]
 
 
 class Engine:

@@ -1,16 +1,14 @@
-"""A request, its sampling parameters and what comes out of it. Host only, token ids only."""
+"""A request and what comes out of it. Host only, token ids only."""
 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dcpjax.engine.params import MAX_BIASED_TOKENS as MAX_BIASED_TOKENS
+from dcpjax.engine.params import MAX_LOGPROBS as MAX_LOGPROBS
+from dcpjax.engine.params import MAX_STOP_TOKEN_IDS as MAX_STOP_TOKEN_IDS
+from dcpjax.engine.params import SamplingParams as SamplingParams
 from dcpjax.errors import ContextLengthError, RequestError
-
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 4096
-MAX_BIASED_TOKENS = 64
-MAX_STOP_TOKEN_IDS = 60
 
 
 class FinishReason(enum.Enum):
@@ -19,111 +17,6 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the next token is chosen and when to end.
-
-    ``logprobs`` is the number of alternatives reported per token (0: only the chosen one, None:
-    nothing). ``max_tokens`` None means: up to the context length. ``seed`` None draws from the
-    engine's own seed. Stop strings are matched on decoded text, by whoever holds the tokenizer.
-    """
-
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):  # a convenience that every serving API has
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name, ok, rule in (
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            ("temperature", 0 <= self.temperature < float("inf"), "finite and at least 0"),
-            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all tokens"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
-            ("n", 1 <= self.n <= 128, "in [1, 128]"),
-            (
-                "logit_bias",
-                len(self.logit_bias) <= MAX_BIASED_TOKENS,
-                f"of at most {MAX_BIASED_TOKENS} tokens",
-            ),
-            (
-                "logprobs",
-                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-                f"in [0, {MAX_LOGPROBS}]",
-            ),
-            (
-                "stop_token_ids",
-                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-                f"at most {MAX_STOP_TOKEN_IDS} ids",
-            ),
-            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
-            (
-                "stop",
-                all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stop),
-                f"of strings that have 1 to {MAX_STOP_LENGTH} characters",
-            ),
-        ):
-            if not ok:
-                shown = getattr(self, name)
-                if name in ("stop", "stop_token_ids", "logit_bias"):  # may be megabytes
-                    shown = len(shown)
-                raise RequestError(f"{name} is {rule}", param=name, got=shown)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                "min_tokens is at most max_tokens",
-                param="min_tokens",
-                min_tokens=self.min_tokens,
-                max_tokens=self.max_tokens,
-            )
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the choice depends on the tokens so far."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
-
-    @property
-    def has_filters(self) -> bool:
-        """Whether some tokens are excluded by their probability."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the next token is the plain argmax of the logits, nothing else asked for."""
-        return (
-            self.temperature == 0
-            and not self.has_penalties
-            and self.min_tokens == 0
-            and not self.logit_bias
-            and self.logprobs is None
-        )
 
 
 @dataclass(frozen=True)

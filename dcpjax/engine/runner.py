@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import PoolShape, allocate_pool
+from dcpjax.config import Progress
 from dcpjax.engine.audit import StepAudit, audit_step
 from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import Segment, StepPlan, StepShapes
@@ -26,8 +27,6 @@ from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, gather_logits, 
 from dcpjax.errors import AuditError
 from dcpjax.mesh import ALL_RANKS
 from dcpjax.models.weights import PlacedModel
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """What the text side and the server need of an engine. :class:`dcpjax.engine.engine.Engine` has it,
 and so has the fake of the tests."""
 
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from dcpjax.config import ModelConfig
 from dcpjax.engine.request import Request, TokenOutput
-
-ProgressCallback = Callable[[str, int, int], None]
 
 
 @runtime_checkable

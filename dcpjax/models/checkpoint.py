@@ -32,7 +32,7 @@ class Checkpoint:
     path: Path
 
 
-def locate_checkpoint(model: str, progress: catalog.Progress | None = None) -> Path:
+def locate_checkpoint(model: str, progress: catalog.DownloadProgress | None = None) -> Path:
     """The folder or .gguf file that ``model`` means; a known name is brought when missing.
 
     Raises:
@@ -51,7 +51,7 @@ def locate_checkpoint(model: str, progress: catalog.Progress | None = None) -> P
 
 
 def open_checkpoint(
-    model: str, *, weights: bool = True, progress: catalog.Progress | None = None
+    model: str, *, weights: bool = True, progress: catalog.DownloadProgress | None = None
 ) -> Checkpoint:
     """Open ``model`` and check that it has the tensors that its config asks for.
 
@@ -65,12 +65,24 @@ def open_checkpoint(
     path = locate_checkpoint(model, progress)
     is_folder = path.is_dir()
     config, dtype = huggingface.read_config(path) if is_folder else gguf.read_config(path)
+    _check_token_ids(config)
     if not weights:
         return Checkpoint(config, expected_tensors(config), _refuse_to_read, dtype, path)
     stored = safetensors_files.open_tensors(path) if is_folder else gguf.open_tensors(path, config)
     check_tensors(stored.shapes, config)
     shapes = expected_tensors(config)
     return Checkpoint(config, shapes, _limited_to(stored, shapes), stored.dtype, path)
+
+
+def _check_token_ids(config: ModelConfig) -> None:
+    bos = () if config.bos_token_id is None else (config.bos_token_id,)
+    unknown = [token for token in (*config.eos_token_ids, *bos) if token >= config.vocab_size]
+    if unknown:
+        raise CheckpointError(
+            "the special tokens of a model are in its vocabulary",
+            token_ids=unknown,
+            vocab_size=config.vocab_size,
+        )
 
 
 def _refuse_to_read(name: str) -> np.ndarray:

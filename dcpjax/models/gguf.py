@@ -16,9 +16,9 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from dcpjax.config import ModelConfig, RopeScaling
+from dcpjax.config import ModelConfig, RopeScaling, has_type
 from dcpjax.errors import CheckpointError
-from dcpjax.gguf_file import GgufFile, GgufTensor, read_gguf
+from dcpjax.gguf_file import GgufFile, GgufTensor, read_gguf, token_id
 from dcpjax.models.rope_factors import scaling_from_factors
 from dcpjax.models.tensors import EMBEDDING, FINAL_NORM, HEAD, StoredTensors
 
@@ -115,7 +115,7 @@ def read_config(path: Path) -> tuple[ModelConfig, str]:
         has_qkv_bias=name == "qwen2",
         has_qk_norm=name == "qwen3",
         eos_token_ids=_eos_token_ids(file.metadata),
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        bos_token_id=token_id(file.metadata, "bos_token_id"),
     )
     return config, _stored_dtype(file)
 
@@ -163,14 +163,14 @@ def _check_keys(metadata: Mapping[str, Any], architecture: str) -> None:
 
 def _number(keys: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = keys.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not has_type(value, float):
         raise CheckpointError("the setting of the GGUF file is a number", key=key, value=value)
     return float(value)
 
 
 def _integer(keys: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = keys.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not has_type(value, int):
         raise CheckpointError("the setting of the GGUF file is an integer", key=key, value=value)
     return value
 
@@ -218,7 +218,7 @@ def _rope_scaling(
 
 
 def _eos_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    ids = [metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS]
+    ids = [token_id(metadata, key) for key in _EOS_KEYS]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 
 

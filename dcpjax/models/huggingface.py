@@ -5,11 +5,12 @@ harmless; any other key is refused, since it may change what the model computes.
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcpjax.config import ModelConfig, RopeScaling
+from dcpjax.config import ModelConfig, RopeScaling, has_type
 from dcpjax.errors import CheckpointError
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -154,6 +155,8 @@ def _number(values: Mapping[str, Any], key: str, default: float | None = None) -
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CheckpointError(f"{key} in config.json is a number", **{key: value})
+    if not abs(value) <= sys.float_info.max:  # nor is NaN
+        raise CheckpointError(f"{key} in config.json is a finite number", **{key: value})
     return float(value)
 
 
@@ -220,7 +223,7 @@ def _rope_scaling(values: Mapping[str, Any]) -> RopeScaling | None:
 def _token_ids(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
     ids = values.get(key)
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(token, int) and token >= 0 for token in ids):
+    if not all(has_type(token, int) and token >= 0 for token in ids):
         raise CheckpointError(f"{key} is a token id or a list of token ids", **{key: ids})
     return tuple(ids)
 

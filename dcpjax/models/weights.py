@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from dcpjax.config import ModelConfig
+from dcpjax.config import ModelConfig, Progress
 from dcpjax.mesh import HeadLayout, partition
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.llama import Llama, Sharding
@@ -103,7 +103,7 @@ def place_model(
     layout: Sharding,
     mesh: Mesh,
     dtype: DTypeLike,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> PlacedModel:
     """Read every tensor once, arrange and pad it, and put each rank's share on its device."""
     config = checkpoint.config

@@ -104,9 +104,9 @@ class _Endpoints:
     ) -> Answer:
         """Refuse what can be refused before the prompt is read; drop it when the client leaves."""
         self._service.check_model(call.model)
-        call.sampling_params()
-        self._service.client.check_accepting(1)
-        return await while_connected(request.receive, answer())
+        num_sequences = call.num_prompts * call.sampling_params().n
+        self._service.client.check_accepting(num_sequences)
+        return await while_connected(request.receive, answer(), _discard)
 
     async def _generate(
         self,
@@ -221,7 +221,7 @@ class _Run:
         async for choice, delta in self.generation.deltas():
             if not self._is_shown(delta):
                 continue
-            chunk = self.format.chunk(self.head, choice.advance(delta), delta, self.wanted)
+            chunk = self.format.chunk(self.head, choice.advance(), delta, self.wanted)
             if options.continuous_usage_stats:
                 chunk["usage"] = self.generation.usage().json()
             yield chunk
@@ -232,6 +232,11 @@ class _Run:
     def _is_shown(self, delta: SequenceDelta) -> bool:
         wants_tokens = self.wanted.token_ids or self.wanted.logprobs is not None
         return bool(delta.text or delta.finish_reason or (wants_tokens and delta.token_ids))
+
+
+def _discard(answer: Answer) -> None:
+    if isinstance(answer, EventStream):
+        answer.close()
 
 
 async def _read_body(request: Request) -> bytes:

@@ -1,11 +1,13 @@
 """The engine's thread and its asyncio side. Knows token ids, not text and not HTTP.
 
-The thread alone touches the engine. Everything else reaches it as a function through one inbox,
-applied between two steps; outputs come back to the event loop, one hand-over per step. All
-bookkeeping (which stream gets what) lives on the event loop, so nothing here needs a lock.
+The thread alone touches the engine, and closes it at the end. Everything else reaches it as a
+function through one inbox, applied between two steps; outputs come back to the event loop, one
+hand-over per step. All bookkeeping (which stream gets what) lives on the event loop, so nothing
+here needs a lock.
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -68,10 +70,19 @@ class EngineClient:
 
     Args:
         max_open: requests that may be open at the same time, computed or waiting.
+        on_death: called on the event loop when the engine fails, after every stream was told.
     """
 
-    def __init__(self, engine: TokenEngine, *, max_open: int) -> None:
+    def __init__(
+        self,
+        engine: TokenEngine,
+        *,
+        max_open: int,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
         self.max_open = max_open
+        self.has_ended = False
+        self._on_death = on_death
         self._engine = engine
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream] = {}
@@ -79,6 +90,7 @@ class EngineClient:
         self._is_accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
+        self._may_leave = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="dcpjax-engine", daemon=True)
 
     @property
@@ -95,16 +107,28 @@ class EngineClient:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Stop the thread after its current step. The engine itself is not closed."""
+        """Stop the thread after its current step, which closes the engine.
+
+        ``has_ended`` tells whether it did; it did not if the client was abandoned meanwhile.
+        """
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await self._may_leave.wait()
         self._die(EngineDeadError("the engine was stopped"))
+        self._inbox.put(None)  # an abandoned thread has not read the first one, which is gone
+
+    def abandon(self) -> None:
+        """Let the exit not wait for the thread. The engine must not be touched any more."""
+        self._may_leave.set()
+
+    def check_not_failed(self) -> None:
+        """Raise the EngineDeadError of an engine that failed."""
+        if self._death is not None:
+            raise self._death
 
     def check_alive(self) -> None:
         """Refuse everything when the engine stopped (EngineDeadError) or is about to be stopped
         (UnavailableError)."""
-        if self._death is not None:
-            raise self._death
+        self.check_not_failed()
         if not self._is_accepting:
             raise UnavailableError("the server is shutting down")
 
@@ -149,8 +173,7 @@ class EngineClient:
 
     async def call(self, function: Callable[[TokenEngine], Result]) -> Result:
         """Run a function on the engine between two steps."""
-        if self._death is not None:
-            raise self._death
+        self.check_not_failed()
         return await asyncio.wrap_future(self._post(function))
 
     def forget(self, request_id: str) -> None:
@@ -188,6 +211,14 @@ class EngineClient:
                 stream.put(output)
         self._note_idle()
 
+    def _fail(self, error: EngineDeadError) -> None:
+        self._die(error)
+        self._on_death()
+
+    def _end(self) -> None:
+        self.has_ended = True
+        self._may_leave.set()
+
     def _die(self, error: EngineDeadError) -> None:
         if self._death is not None:
             return
@@ -198,7 +229,7 @@ class EngineClient:
         self._note_idle()
         while not self._inbox.empty():
             if (command := self._inbox.get()) is not None:
-                _fail(command[1], error)
+                _refuse(command[1], error)
 
     def _note_idle(self) -> None:
         if not self._streams:
@@ -211,10 +242,16 @@ class EngineClient:
             while self._apply_inbox():
                 # Once after every command too: an abort may leave an output behind, but no work.
                 if outputs := self._engine.step():
-                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+                    self._tell(self._deliver, outputs)
+            self._engine.close()
         except Exception:  # whatever it was, nobody else could tell the waiting streams
             _log.exception("the engine stopped")
-            self._loop.call_soon_threadsafe(self._die, _dead())
+            self._tell(self._fail, _dead())
+        self._tell(self._end)
+
+    def _tell(self, function: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the client was abandoned
+            self._loop.call_soon_threadsafe(function, *args)
 
     def _apply_inbox(self) -> bool:
         """Apply what has arrived, waiting for something if there is no work. False: stop."""
@@ -246,7 +283,7 @@ def _dead() -> EngineDeadError:
     return EngineDeadError("the engine stopped; the server's log has the reason")
 
 
-def _fail(future: Future[Any], error: EngineDeadError) -> None:
+def _refuse(future: Future[Any], error: EngineDeadError) -> None:
     if future.set_running_or_notify_cancel():
         future.set_exception(error)
 

@@ -7,7 +7,7 @@ None always means: the default.
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -102,6 +102,10 @@ class CompletionCall(GenerationCall):
     response_format: Any = None
     suffix: Any = None
 
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts())
+
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or a list of token ids; a flat list of ids is one prompt."""
         if isinstance(self.prompt, str):
@@ -134,19 +138,14 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     refusal: Any = None
     tool_calls: Any = None
 
-    def for_template(self) -> dict[str, str]:
-        """Role and text as chat templates expect them; "developer" is OpenAI's later "system"."""
+    def for_template(self) -> dict[str, Any]:
+        """Role and content as templates expect them; "developer" is OpenAI's later "system"."""
         refuse_unsupported(self)
-        role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self._text()}
-        return message if self.name is None else {**message, "name": self.name}
-
-    def _text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
         if self.content is None and self.role != "assistant":
             raise RequestError(f"a message of role {self.role!r} has content", param="messages")
-        return "".join(_part_text(part) for part in self.content or ())
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": self.content or ""}
+        return message if self.name is None else {**message, "name": self.name}
 
 
 class ChatCall(GenerationCall):
@@ -175,6 +174,8 @@ class ChatCall(GenerationCall):
     tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
+
+    num_prompts: ClassVar[int] = 1
 
     def sampling_params(self) -> SamplingParams:
         """Without a limit the answer may fill the context."""
@@ -281,16 +282,3 @@ def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
                 value=value,
             )
     return tuple((int(token_id), value) for token_id, value in bias.items())
-
-
-def _part_text(part: Mapping[str, Any]) -> str:
-    if part.get("type") != "text":
-        kind = str(part.get("type"))[:40]
-        raise RequestError(f"content of type {kind!r} is not supported", param="messages")
-    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-        raise RequestError(
-            'a part of a message is {"type": "text", "text": "..."}',
-            param="messages",
-            fields=sorted(part)[:8],
-        )
-    return part["text"]

@@ -1,6 +1,5 @@
 """The JSON that goes back to a client: pure functions from what was computed to plain objects."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -56,7 +55,6 @@ class Place:
     index: int
     prompt_token_ids: Sequence[int]
     num_chunks: int = 0
-    num_chars: int = 0
 
 
 PlacedRecord = tuple[Place, SequenceRecord]
@@ -91,7 +89,7 @@ class CompletionFormat:
         choice = {
             "index": place.index,
             "text": part.text,
-            "logprobs": self._logprobs(part.logprobs, place.num_chars, wanted),
+            "logprobs": self._logprobs(part, wanted),
             **_ending(part),
         }
         if wanted.token_ids:
@@ -109,22 +107,20 @@ class CompletionFormat:
             "choices": choices,
         }
 
-    def _logprobs(
-        self, tokens: Sequence[TokenLogprobs], num_chars: int, wanted: Wanted
-    ) -> Json | None:
-        """Parallel lists; an offset counts the characters before the token."""
+    def _logprobs(self, part: Part, wanted: Wanted) -> Json | None:
+        """Parallel lists; an offset is that of the character which the token begins or continues,
+        so that the halves of one have the same."""
         if wanted.logprobs is None:
             return None
-        texts = [wanted.token_text(token.token_id) for token in tokens]
-        offsets = list(itertools.accumulate(map(len, texts), initial=num_chars))[:-1]
+        tokens = part.logprobs
         return {
-            "tokens": texts,
+            "tokens": [wanted.token_text(token.token_id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
                 {wanted.token_text(token_id): value for token_id, value in _with_chosen(token)}
                 for token in tokens
             ],
-            "text_offset": offsets,
+            "text_offset": part.offsets,
         }
 
 

@@ -1,7 +1,8 @@
 """Runs the application under uvicorn: binds the port early, shuts down in order.
 
 The first signal refuses new calls and lets running ones finish for a while, then ends each of them
-properly; the second one ends them at once; the third one does not wait for anything.
+properly; the second one ends them at once; the third one leaves without waiting for anything, be it
+the step that the engine is in. When the engine fails, every stream says so and the server ends.
 """
 
 import asyncio
@@ -67,7 +68,7 @@ def bind(config: ServerConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no host name at all, says idna
         raise _cannot_listen(config, error) from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -91,36 +92,49 @@ async def serve(
     *,
     max_num_seqs: int,
     on_ready: Callable[["GracefulServer"], None],
-) -> None:
-    """Serve until a signal arrives. The engine stays open.
+) -> bool:
+    """Serve until a signal arrives, then close the engine.
+
+    Returns:
+        whether the engine is closed. After a third signal it may still be in a step, and must not
+        be touched any more: leave the process.
 
     Raises:
         ConfigError: somebody else took the port in the meantime.
+        EngineDeadError: the engine failed.
     """
     try:
         bound.listen()
     except OSError as error:
+        engine.close()
         raise _cannot_listen(config, error) from error
-    async with EngineClient(engine, max_open=max_num_seqs + config.max_queued_requests) as client:
-        service = Service(
-            client,
-            TextSide.of(engine, tokenizer),
-            max_model_len=engine.max_model_len,
-            model_names=config.model_names,
-        )
-        server = GracefulServer(
-            uvicorn.Config(
-                create_app(service, api_keys=config.api_keys),
-                log_level=config.log_level,
-                lifespan="off",
-                timeout_graceful_shutdown=_FLUSH_SECONDS,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            ),
-            client,
-            shutdown_timeout=config.shutdown_timeout,
-            on_ready=on_ready,
-        )
+    client = EngineClient(
+        engine,
+        max_open=max_num_seqs + config.max_queued_requests,
+        on_death=lambda: server.end_failed(),
+    )
+    service = Service(
+        client,
+        TextSide.of(engine, tokenizer),
+        max_model_len=engine.max_model_len,
+        model_names=config.model_names,
+    )
+    server = GracefulServer(
+        uvicorn.Config(
+            create_app(service, api_keys=config.api_keys),
+            log_level=config.log_level,
+            lifespan="off",
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        ),
+        client,
+        shutdown_timeout=config.shutdown_timeout,
+        on_ready=on_ready,
+    )
+    async with client:
         await server.serve(sockets=[bound])
+        client.check_not_failed()
+    return client.has_ended
 
 
 class GracefulServer(uvicorn.Server):
@@ -162,6 +176,11 @@ class GracefulServer(uvicorn.Server):
             self._client.abort_all()
         else:
             self.force_exit = self.should_exit = True
+            self._client.abandon()
+
+    def end_failed(self) -> None:
+        """The engine failed: let the streams say so to their clients, then leave."""
+        self.should_exit = True
 
     async def _drain(self) -> None:
         """Wait for running calls, then abort them, then leave."""
@@ -173,10 +192,10 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
+def _cannot_listen(config: ServerConfig, error: OSError | ValueError) -> ConfigError:
     return ConfigError(
         "the server needs an address to listen on",
         host=config.host,
         port=config.port,
-        reason=error.strerror or str(error),
+        reason=(error.strerror if isinstance(error, OSError) else None) or str(error),
     )

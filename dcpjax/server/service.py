@@ -37,14 +37,10 @@ class Choice:
     timer: SequenceTimer
     record: SequenceRecord = field(default_factory=SequenceRecord)
 
-    def advance(self, delta: SequenceDelta) -> Place:
-        """The place of a chunk with ``delta``, which counts as sent then."""
+    def advance(self) -> Place:
+        """The place of the next chunk, which counts as sent then."""
         place = self.place
-        self.place = dataclasses.replace(
-            place,
-            num_chunks=place.num_chunks + 1,
-            num_chars=place.num_chars + len(delta.text),
-        )
+        self.place = dataclasses.replace(place, num_chunks=place.num_chunks + 1)
         return place
 
 

@@ -27,26 +27,46 @@ class ClientLeftError(Exception):
     """The client closed the connection before the answer was complete."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of ``work``, which is cancelled when the client leaves.
+async def while_connected(
+    receive: Receive,
+    work: Coroutine[Any, Any, Result],
+    discard: Callable[[Result], None] = lambda result: None,
+) -> Result:
+    """The result of ``work``, which is cancelled when the client leaves, or with the caller.
 
     Args:
         receive: of a request whose body has been read.
+        discard: gets a result that came, but too late to be returned.
 
     Raises:
         ClientLeftError: and nobody will read the answer.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
+    is_taken = False
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientLeftError
-        return task.result()
+        is_taken = task.done()  # from here to the return nothing waits
     finally:
-        task.cancel()
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        if not is_taken:
+            await _drop(task, discard)
+    if not is_taken:
+        raise ClientLeftError
+    return task.result()
+
+
+async def _drop(task: "asyncio.Task[Result]", discard: Callable[[Result], None]) -> None:
+    """Cancel a task and wait for its end. Its result is discarded whenever it comes, also if the
+    waiting is cancelled."""
+
+    def discard_result(ended: "asyncio.Task[Result]") -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            discard(ended.result())
+
+    task.add_done_callback(discard_result)
+    task.cancel()
+    await asyncio.wait({task})
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -65,12 +85,12 @@ class EventStream:
     """An ASGI response that sends objects as server-sent events, then ``[DONE]``.
 
     An error is one more event, since the status has been sent. ``close`` is called at the end,
-    however it comes.
+    however it comes; who does not send the response calls it.
     """
 
     def __init__(self, events: AsyncGenerator[Any, None], close: Callable[[], None]) -> None:
         self._events = events
-        self._close = close
+        self.close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -78,7 +98,7 @@ class EventStream:
         except ClientLeftError:
             _log.debug("the client left a stream")
         finally:
-            self._close()
+            self.close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})

@@ -18,6 +18,7 @@ from tokenizers import (
 )
 
 from dcpjax.errors import CheckpointError
+from dcpjax.gguf_file import token_id
 from dcpjax.text.pieces import PieceSpelling
 
 SPACE_MARK = "\u2581"
@@ -83,7 +84,7 @@ def build_backend(metadata: Mapping[str, Any]) -> tuple[Tokenizer, PieceSpelling
 
 def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
     """Ids by the names that chat templates use, such as ``bos_token``; only those given."""
-    found = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in _TOKEN_ID_KEYS.items()}
+    found = {name: token_id(metadata, key) for name, key in _TOKEN_ID_KEYS.items()}
     return {name: token for name, token in found.items() if token is not None}
 
 
@@ -131,7 +132,7 @@ def _sentencepiece(metadata: Mapping[str, Any], adds_space: bool) -> Tokenizer:
     if len(scores) != len(vocabulary):
         raise CheckpointError("each token has a score", tokens=len(vocabulary), scores=len(scores))
     tokens = _list(metadata, "tokens", str)
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = token_id(metadata, "unknown_token_id") or 0
     backend = Tokenizer(
         _bpe(
             vocabulary,

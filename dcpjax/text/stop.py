@@ -76,6 +76,13 @@ class StopFinder:
                 return self._best
         return None
 
+    def skip(self, text: str) -> None:
+        """Read ``text`` without stopping at what ends in it; it may still begin a stop string."""
+        for character in text:
+            self._position += 1
+            for pattern in self._patterns:
+                pattern.push(character)
+
     def finish(self) -> Match | None:
         """The match in the text so far, given that nothing follows."""
         return self._best

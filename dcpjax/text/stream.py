@@ -28,6 +28,8 @@ class TextDelta:
 class TextStream:
     """Detokenises one sequence.
 
+    Stop strings that end within the first ``min_tokens`` tokens do not count.
+
     Held back are: a character whose bytes are incomplete, and characters that may turn out to be a
     stop string. ``stopped`` is the stop string found, settled at the latest by :meth:`finish`.
     After that the stream adds no text.
@@ -40,17 +42,24 @@ class TextStream:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self.stopped: str | None = None
         self._tokenizer = tokenizer
         self._skips_special_tokens = skip_special_tokens
         self._includes_stop = include_stop
+        self._num_unstoppable = min_tokens  # tokens to come that no stop string ends
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strips_space = tokenizer.spelling.strips_first_space
         self._finder = StopFinder(stop)
         self._length = 0  # characters decoded
         self._held = ""  # the last of them, not yet handed out
         self._is_finished = False
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of all tokens so far, those held back included."""
+        return self._length
 
     def push(self, token_ids: Iterable[int]) -> TextDelta:
         """Add tokens; the text that is certain now."""
@@ -60,6 +69,7 @@ class TextStream:
             offsets.append(self._length)
             data = self._tokenizer.token_bytes(token, self._skips_special_tokens)
             text.append(self._take(self._decoder.decode(data)))
+            self._num_unstoppable -= self._num_unstoppable > 0
         return TextDelta("".join(text), self.stopped, tuple(offsets))
 
     def finish(self) -> str:
@@ -82,6 +92,9 @@ class TextStream:
             self._strips_space = False
         self._length += len(text)
         self._held += text
+        if self._num_unstoppable:
+            self._finder.skip(text)
+            return self._hand_out(self._finder.safe_length)
         match = self._finder.push(text)
         return self._end_at(match) if match else self._hand_out(self._finder.safe_length)
 

@@ -23,6 +23,9 @@ _TEMPLATE_FAILURES = (
     ValueError,
 )
 
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
+"""What a template is given by us, by jinja2, or not at all; a caller's variables are others."""
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -34,6 +37,8 @@ class ChatTemplate:
     @classmethod
     def compile(cls, source: str, special_tokens: Mapping[str, str]) -> "ChatTemplate":
         """Raises CheckpointError when the source is no valid template."""
+        if not isinstance(source, str):
+            raise CheckpointError("a chat template is a text", found=type(source).__name__)
         try:
             return cls(_environment().from_string(source), special_tokens)
         except jinja2.TemplateSyntaxError as error:
@@ -42,13 +47,24 @@ class ChatTemplate:
             ) from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
     ) -> str:
         """The prompt of ``messages``; ``variables`` are handed to the template.
 
         Raises:
-            RequestError: a message is malformed or the template refuses or fails on it.
+            RequestError: a variable has a name that is reserved, a message is malformed, or the
+                template refuses or fails on it.
         """
+        reserved = sorted(RESERVED_VARIABLES & set(variables))
+        if reserved:
+            raise RequestError(
+                "chat_template_kwargs are variables of the template's own",
+                param="chat_template_kwargs",
+                reserved=reserved,
+            )
         plain = [_with_plain_content(message) for message in messages]
         known = {
             **self.special_tokens,
@@ -97,12 +113,18 @@ def _parts(content: Any) -> Sequence[Any]:
 
 def _text_of_part(part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text" or not isinstance(part.get("text"), str):
+    if kind != "text":
         raise RequestError(
-            "a content part has the type text and a text",
+            f"content of type {str(kind)[:40]!r} is not supported",
             param="messages",
             code="unsupported_content",
-            type=str(kind)[:100],
+        )
+    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        raise RequestError(
+            'a part of a message is {"type": "text", "text": "..."}',
+            param="messages",
+            code="unsupported_content",
+            fields=sorted(map(str, part))[:8],
         )
     return part["text"]
 

@@ -7,6 +7,7 @@ metadata of a GGUF file. It does not change after loading and may be used from s
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ class Tokenizer:
         """Number of tokens, added ones included; a model's embedding may have more rows."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def max_token_id(self) -> int:
+        """The largest id, which is at least ``vocab_size - 1``: ids may have gaps."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Bytes of UTF-8 that one token stands for at most."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        return max((len(self.spelling.bytes_of(piece)) for piece in vocabulary), default=1)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; special tokens spelled out in it are recognised.
 
@@ -74,20 +86,20 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of ``messages``, special tokens spelled out: encode it without adding more.
 
         Raises:
-            RequestError: there is no template, a message is malformed, or the template fails.
+            RequestError: there is no template, a message or a variable is malformed, or the
+                template fails.
         """
-        wanted = "tool_use" if variables.get("tools") else "default"
-        template = self.templates.get(wanted) or self.templates.get("default")
+        template = self.templates.get("default")
         if template is None:
             raise RequestError(
                 "the model has a chat template", param="messages", code="no_chat_template"
             )
-        return template.render(messages, add_generation_prompt, **variables)
+        return template.render(messages, add_generation_prompt, variables or {})
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

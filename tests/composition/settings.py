@@ -21,11 +21,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 def engine_settings(choice: Choice) -> dict[str, Any]:
     """A combination of OPTIONS as settings of an engine."""
     tp, dcp = choice["mesh (tp, dcp)"]
-    page_size, interleave = choice["block_size"], choice["interleave"]
+    page_size = choice["block_size"]
+    interleave = page_size if choice["interleave"] == "page" else choice["interleave"]
     return {
         "tensor_parallel_size": tp * dcp,
         "decode_context_parallel_size": dcp,
-        "cp_kv_cache_interleave_size": page_size if interleave == "page" else interleave,
+        "cp_kv_cache_interleave_size": interleave,
+        "max_num_batched_tokens": max(32, dcp * interleave),
         "block_size": page_size,
         "dcp_comm_backend": choice["dcp_comm_backend"],
         "prefill_gather": choice["prefill_gather"],

@@ -337,6 +337,11 @@ def test_an_id_in_use(engine):
         ({"tensor_parallel_size": 16}, MeshError, "number of devices"),
         ({"tensor_parallel_size": 3, "decode_context_parallel_size": 2}, MeshError, "multiple"),
         ({"cp_kv_cache_interleave_size": 3}, ConfigError, "divides block_size"),
+        (
+            {"max_num_batched_tokens": 7, "block_size": 8, "cp_kv_cache_interleave_size": 8},
+            ConfigError,
+            "max_num_batched_tokens.*cp_kv_cache_interleave_size",
+        ),
         ({"no_such_setting": 1}, ConfigError, "unknown setting no_such_setting"),
     ],
 )
@@ -369,15 +374,15 @@ def test_decode_buckets(least, most, sizes):
 @pytest.mark.parametrize("most", [1, 7, 64, 100, 512])
 @pytest.mark.parametrize("seqs", [1, 2, 16])
 def test_prefill_buckets_split_evenly_over_ranks(dcp, interleave, most, seqs):
+    stripe = dcp * interleave
     config = EngineConfig(
         "any",
         tensor_parallel_size=dcp,
         decode_context_parallel_size=dcp,
         cp_kv_cache_interleave_size=interleave,
-        max_num_batched_tokens=most,
+        max_num_batched_tokens=max(most, stripe),
         max_num_seqs=seqs,
     )
-    stripe = dcp * interleave
     for rows, width in prefill_buckets(config):
         assert width % stripe == 0 and 1 <= rows <= min(4, seqs)
-        assert rows * width <= max(most, stripe)
+        assert rows * width <= config.max_num_batched_tokens

@@ -60,7 +60,7 @@ def check_tokens(checkpoint: Checkpoint, layout: Layout, names: Callable[[str], 
         checkpoint,
         **layout.settings,
         max_num_seqs=min(4, len(chosen)),
-        max_num_batched_tokens=64 if longest < 2000 else 512,
+        max_num_batched_tokens=max(64 if longest < 2000 else 512, layout.dcp * layout.interleave),
         max_model_len=longest,
         num_pages=4 * -(-min(longest, 1000) // virtual_page) + -(-longest // virtual_page),
     )

@@ -149,6 +149,17 @@ def test_without_weights_the_config_is_enough(tmp_path):
         checkpoint.read("model.norm.weight")
 
 
+@pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_special_tokens_are_in_the_vocabulary(tmp_path, key, weights):
+    """Of 10 tokens. A token of more than 31 bits would end the engine in a later step."""
+    open_checkpoint(write_folder(tmp_path, random_tensors(), **{key: 9}), weights=weights)
+    for token in (10, 2**31, 2**63):
+        folder = write_folder(tmp_path, {}, **{key: token})
+        with pytest.raises(CheckpointError, match=f"token_ids=.{token}.*vocab_size=10"):
+            open_checkpoint(folder, weights=weights)
+
+
 def test_all_wrong_tensors_are_named_at_once(tmp_path):
     tensors = random_tensors()
     del tensors["model.norm.weight"]

@@ -252,6 +252,13 @@ def test_config_from_metadata(tmp_path):
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 4, 2)
 
 
+@pytest.mark.parametrize("key", ["eos_token_id", "eot_token_id", "bos_token_id"])
+@pytest.mark.parametrize("wrong", ["2", 2.0, True, 2**31, [2]])
+def test_token_ids_are_integers(tmp_path, key, wrong):
+    with pytest.raises(CheckpointError, match=f"tokenizer.ggml.{key} is a token id"):
+        read(tmp_path, **{f"tokenizer__ggml__{key}": wrong})
+
+
 def test_widths_may_be_given(tmp_path):
     widths = {"qwen3__attention__key_length": 128, "qwen3__attention__value_length": 128}
     assert read(tmp_path, QWEN3, **widths).head_dim == 128

@@ -1,6 +1,7 @@
 """config.json becomes a ModelConfig, or what it has that is not understood is named."""
 
 import json
+import math
 
 import pytest
 
@@ -163,6 +164,13 @@ def test_other_rotary_settings_are_refused(read, settings, shown):
         (LLAMA | {"vocab_size": True}, "vocab_size=True"),
         (LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads=3"),
         (LLAMA | {"eos_token_id": "2"}, "eos_token_id=\\['2'\\]"),
+        (LLAMA | {"eos_token_id": True}, "eos_token_id=\\[True\\]"),
+        (LLAMA | {"bos_token_id": -1}, "bos_token_id=\\[-1\\]"),
+        (LLAMA | {"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+        (LLAMA | {"rope_theta": math.inf}, "rope_theta=inf"),
+        (LLAMA | {"vocab_size": math.nan}, "vocab_size=nan"),
+        (LLAMA | {"vocab_size": 10**400}, "finite number"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": math.nan}}, "factor=nan"),
         (LLAMA | {"torch_dtype": "float8"}, "float8"),
         (LLAMA | {"tie_word_embeddings": "yes"}, "'tie_word_embeddings': 'yes'"),
     ],
@@ -194,6 +202,22 @@ def test_impossible_shapes_are_refused(read):
         read(LLAMA | {"num_key_value_heads": 3})
     with pytest.raises(ConfigError, match="num_heads"):
         read(LLAMA | {"num_attention_heads": 0, "num_key_value_heads": 1, "head_dim": 4})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"head_dim": 0},
+        {"max_position_embeddings": -1},
+        {"rope_theta": 0},
+        {"rms_norm_eps": 0},
+        {"rms_norm_eps": -1e-5},
+        {"rope_scaling": {"type": "llama3"} | LLAMA3_ROPE | {"low_freq_factor": 4.0}},
+    ],
+)
+def test_impossible_values_are_refused(read, settings):
+    with pytest.raises(ConfigError):
+        read(LLAMA | settings)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from dcpjax.errors import EngineDeadError
 from dcpjax.llm.sequence import TextSide
 from dcpjax.server import run
 from dcpjax.server.app import create_app
@@ -51,6 +52,7 @@ class Api:
     http: httpx.AsyncClient
     engine: CountUpEngine
     client: EngineClient
+    text: TextSide
 
     async def complete(self, prompt: Any = "a", **fields: Any) -> httpx.Response:
         body = {"model": MODEL, "prompt": prompt, **fields}
@@ -87,7 +89,7 @@ async def open_api(
         app = create_app(service, api_keys=api_keys)
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield Api(http, engine, client)
+            yield Api(http, engine, client, text)
 
 
 @pytest.fixture
@@ -103,7 +105,7 @@ class LiveServer:
     url: str
     engine: CountUpEngine
     server: run.GracefulServer
-    ended: "Future[None]"
+    ended: "Future[bool]"  # what serve returned or raised
 
     def signal(self) -> None:
         self.server.handle_exit(signal.SIGTERM, None)
@@ -113,7 +115,7 @@ class LiveServer:
 def live_server(engine: CountUpEngine, **settings: Any) -> Iterator[LiveServer]:
     config = run.ServerConfig(port=0, model_names=(MODEL,), **settings)
     ready: Future[run.GracefulServer] = Future()
-    ended: Future[None] = Future()
+    ended: Future[bool] = Future()
 
     def serve() -> None:
         with run.bind(config) as bound:
@@ -126,8 +128,10 @@ def live_server(engine: CountUpEngine, **settings: Any) -> Iterator[LiveServer]:
                 max_num_seqs=engine.max_num_seqs,
                 on_ready=ready.set_result,
             )
-            asyncio.run(coroutine)
-        ended.set_result(None)
+            try:
+                ended.set_result(asyncio.run(coroutine))
+            except EngineDeadError as error:
+                ended.set_exception(error)
 
     address: Future[str] = Future()
     thread = threading.Thread(target=serve)

@@ -160,7 +160,7 @@ async def test_a_stop_string_ends_the_engine_request(api: Api, is_stream: bool) 
 
 
 async def test_min_tokens_and_stop_token_ids(api: Api) -> None:
-    answer = (await api.complete("a", stop_token_ids=[98, 101], min_tokens=1)).json()
+    answer = (await api.complete("a", stop_token_ids=[98, 101], min_tokens=2)).json()
     assert answer["choices"][0]["text"] == "bcd"
     assert answer["choices"][0]["stop_reason"] == 101
 
@@ -177,6 +177,15 @@ async def test_logprobs_of_completions(api: Api) -> None:
     logprobs = [event["choices"][0]["logprobs"] for event in events]
     assert [one["text_offset"] for one in logprobs] == [[0], [1]]
     assert [one["top_logprobs"] for one in logprobs] == [[{"b": -0.5}], [{"c": -0.5}]]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_the_halves_of_a_character_have_one_offset(api: Api, is_stream: bool) -> None:
+    """0xC3 begins a character; that 0xC4 does not continue it is known only then."""
+    response = await api.complete([[0xC2]], max_tokens=4, logprobs=0, stream=is_stream)
+    answers = events_of(response.text) if is_stream else [response.json()]
+    found = [answer["choices"][0]["logprobs"]["text_offset"] for answer in answers]
+    assert sum(found, []) == [0, 0, 1, 2]
 
 
 async def test_logprobs_of_chat(api: Api) -> None:

@@ -184,6 +184,32 @@ async def test_limits(engine: CountUpEngine) -> None:
         assert len([o async for o in await client.open([request()])]) == 3
 
 
+async def test_the_thread_closes_the_engine_at_its_end(engine: CountUpEngine) -> None:
+    async with EngineClient(engine, max_open=2) as client:
+        await client.call(lambda engine: None)
+        assert (engine.is_closed, client.has_ended) == (False, False)
+    assert (engine.is_closed, client.has_ended) == (True, True)
+
+
+async def test_the_owner_hears_of_a_death_after_the_streams(engine: CountUpEngine) -> None:
+    heard: list[bool] = []
+    engine.fail_at_step = 1
+    client = EngineClient(engine, max_open=2, on_death=lambda: heard.append(client.is_dead))
+    async with client:
+        stream = await client.open([request(1)])
+        with pytest.raises(EngineDeadError):
+            await anext(stream)
+    assert heard == [True]
+    assert not engine.is_closed  # who knows what it would do
+
+
+async def test_an_ordinary_end_is_no_death(engine: CountUpEngine) -> None:
+    heard: list[None] = []
+    async with EngineClient(engine, max_open=2, on_death=lambda: heard.append(None)):
+        pass
+    assert heard == []
+
+
 async def test_after_the_end_everything_is_refused(engine: CountUpEngine) -> None:
     gate = engine.gate = Gate()
     client = await EngineClient(engine, max_open=2).__aenter__()

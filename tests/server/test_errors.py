@@ -123,6 +123,12 @@ async def test_wrong_fields_are_named(api: Api, fields: dict[str, Any], param: s
         ({"max_tokens": 1, "max_completion_tokens": 2}, "two names of one limit"),
         ({"prompt": "a"}, "unknown field `prompt`"),
         ({"chat_template_kwargs": {"fail": True}}, "no"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": [{}]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"documents": [{}]}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "user", "content": "x" * 2561}]}, "5 bytes at most"),
     ],
 )
 async def test_wrong_chats(api: Api, fields: dict[str, Any], words: str) -> None:
@@ -246,6 +252,38 @@ async def test_a_bug_is_a_500_without_details(
     assert event["error"]["type"] == "internal_server_error"
     assert "ZeroDivisionError" in caplog.text
     assert (await api.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}])
+async def test_too_many_prompts_are_refused_before_one_is_read(
+    api: Api, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """64 sequences may be open; every choice of every prompt is one."""
+    allowed = 64 // fields.get("n", 1)
+    assert (await api.complete(["a"] * allowed, max_tokens=1, **fields)).status_code == 200
+    monkeypatch.setattr(api.text.tokenizer.__class__, "encode", lambda *args: 1 / 0)
+    response = await api.complete(["a"] * (allowed + 1), **fields)
+    assert response.status_code == 400
+    assert "more sequences than the server takes" in error_of(response)["message"]
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_read(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.text.tokenizer.__class__, "encode", lambda *args: 1 / 0)
+    response = await api.complete("a" * (5 * api.engine.max_model_len + 1))
+    assert response.status_code == 400
+    assert error_of(response)["code"] == "context_length_exceeded"
+
+
+@settings(max_examples=60)
+@given(name=st.text(max_size=8) | st.sampled_from(dir(str) + dir(dict)), value=st.integers())
+def test_no_template_variable_gives_a_500(name: str, value: int) -> None:
+    async def send() -> int:
+        async with open_api(CountUpEngine()) as api:
+            return (await api.chat(max_tokens=1, chat_template_kwargs={name: value})).status_code
+
+    assert asyncio.run(send()) in (200, 400)
 
 
 _JSON = st.recursive(

@@ -2,14 +2,15 @@
 
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from dcpjax.errors import ConfigError
+from dcpjax.errors import ConfigError, EngineDeadError
 from dcpjax.server import run
 from tests.fakes import CountUpEngine
 from tests.server.conftest import MODEL, Gate, LiveServer, live_server
@@ -164,8 +165,9 @@ def test_shutdown_lets_running_streams_finish(engine: CountUpEngine) -> None:
             assert "shutting down" in refused.json()["error"]["message"]
             gate.open()
             lines = [line for line in response.iter_lines() if line]
-        live.ended.result(30)
+        assert live.ended.result(30) is True
     assert finish_reason(lines) == "length"
+    assert engine.is_closed
 
 
 @pytest.mark.parametrize("second_signal", [False, True])
@@ -186,6 +188,48 @@ def test_shutdown_ends_streams_that_take_too_long(second_signal: bool) -> None:
             lines = [line for line in response.iter_lines() if line]
         live.ended.result(30)
     assert finish_reason(lines) == "abort"
+
+
+def test_the_third_signal_does_not_wait_for_the_step(engine: CountUpEngine) -> None:
+    """The engine is held in a step: it is neither waited for nor closed beside it."""
+    gate = engine.gate = Gate()
+    with live_server(engine, shutdown_timeout=600.0) as live, httpx.Client() as client:
+        body = {"prompt": "a", "max_tokens": 3, "stream": True}
+        with client.stream("POST", live.url + "/v1/completions", json=body):
+            gate.waiting.acquire()
+            for _ in range(3):
+                live.signal()
+            assert live.ended.result(30) is False
+            assert (engine.is_closed, engine.num_steps) == (False, 0)
+    wait_until(lambda: engine.is_closed)  # by its own thread, after the step
+
+
+@pytest.mark.parametrize("num_signals", [0, 1])
+def test_a_server_whose_engine_died_ends(engine: CountUpEngine, num_signals: int) -> None:
+    gate = engine.gate = Gate()
+    engine.fail_at_step = 3
+    with live_server(engine, shutdown_timeout=600.0) as live, httpx.Client() as client:
+        body = {"prompt": "a", "max_tokens": 9, "stream": True}
+        with client.stream("POST", live.url + "/v1/completions", json=body) as response:
+            gate.waiting.acquire()
+            for _ in range(num_signals):
+                live.signal()
+            gate.open()
+            lines = [line for line in response.iter_lines() if line]
+        with pytest.raises(EngineDeadError):
+            live.ended.result(30)
+    error = json.loads(lines[-2].removeprefix("data: "))["error"]
+    assert (error["code"], lines[-1]) == ("unavailable", "data: [DONE]")
+
+
+def test_an_engine_that_dies_while_idle_ends_the_server(
+    engine: CountUpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
+    with live_server(engine) as live:
+        assert httpx.get(live.url + "/stats").status_code == 503
+        with pytest.raises(EngineDeadError):
+            live.ended.result(30)
 
 
 def test_the_port_is_held_and_a_second_server_is_refused(live: LiveServer) -> None:
@@ -210,9 +254,11 @@ def test_wrong_settings(settings: dict[str, Any]) -> None:
         run.ServerConfig(**settings)
 
 
-def test_an_unknown_host() -> None:
-    with pytest.raises(ConfigError, match="host='host.invalid'"):
-        run.bind(run.ServerConfig(host="host.invalid"))
+@pytest.mark.parametrize("host", ["host.invalid", "a" * 70, "a..b", "a\0b"])
+def test_an_unknown_host(host: str) -> None:
+    with pytest.raises(ConfigError, match="address to listen on") as caught:
+        run.bind(run.ServerConfig(host=host))
+    assert caught.value.values["host"] == host
 
 
 def address_of(live: LiveServer) -> tuple[str, int]:
@@ -231,6 +277,13 @@ def step_until_aborted(gate: Gate, engine: CountUpEngine) -> None:
     while not engine.aborted:
         gate.allow(1)
         gate.waiting.acquire(timeout=0.01)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def wait_for_refusal(live: LiveServer) -> httpx.Response:

@@ -97,6 +97,9 @@ def test_prompts() -> None:
 def test_messages_for_the_template() -> None:
     (message,) = chat(messages=[{"role": "developer", "content": "x", "name": "n"}]).messages
     assert message.for_template() == {"role": "system", "content": "x", "name": "n"}
+    parts = [{"type": "text", "text": "x"}]
+    (message,) = chat(messages=[{"role": "user", "content": parts}]).messages
+    assert message.for_template() == {"role": "user", "content": parts}  # the template joins them
 
 
 def test_each_unsupported_field_belongs_to_some_call() -> None:

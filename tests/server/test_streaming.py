@@ -82,6 +82,66 @@ async def test_work_is_cancelled_with_its_caller() -> None:
     assert ended.is_set()
 
 
+async def test_a_result_that_comes_as_the_caller_is_cancelled_is_discarded() -> None:
+    """The work is done and nobody has looked at it yet when the caller is cancelled."""
+    discarded: list[int] = []
+    gate = asyncio.Event()
+
+    async def work() -> int:
+        await gate.wait()
+        caller.cancel()
+        return 7
+
+    caller = asyncio.create_task(while_connected(Client().receive, work(), discarded.append))
+    await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await asyncio.sleep(0)
+    assert discarded == [7]
+
+
+@pytest.mark.parametrize("is_cancelled_twice", [False, True])
+async def test_a_result_of_work_that_does_not_let_itself_be_cancelled_is_discarded(
+    is_cancelled_twice: bool,
+) -> None:
+    discarded: list[int] = []
+    client, finish = Client(), asyncio.Event()
+
+    async def work() -> int:
+        try:
+            client.leave()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await finish.wait()
+        return 7
+
+    caller = asyncio.create_task(while_connected(client.receive, work(), discarded.append))
+    for _ in range(5):  # until it waits for the end of the work
+        await asyncio.sleep(0)
+    if is_cancelled_twice:
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+    finish.set()
+    if not is_cancelled_twice:
+        with pytest.raises(ClientLeftError):
+            await caller
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert discarded == [7]
+
+
+async def test_a_result_that_is_returned_is_not_discarded() -> None:
+    async def work() -> int:
+        return 7
+
+    discarded: list[int] = []
+    assert await while_connected(Client().receive, work(), discarded.append) == 7
+    await asyncio.sleep(0)
+    assert discarded == []
+
+
 async def stream(client: Client, events: AsyncGenerator[Any, None]) -> list[str]:
     """Send events and say what was called."""
     calls: list[str] = []

@@ -7,7 +7,7 @@ import pytest
 
 from dcpjax.errors import CheckpointError
 from dcpjax.text import load_tokenizer
-from dcpjax.text.gguf_tokenizer import build_backend
+from dcpjax.text.gguf_tokenizer import build_backend, special_token_ids
 from dcpjax.text.pieces import BYTE_OF_CHARACTER
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -144,7 +144,7 @@ def test_further_templates_have_names(tmp_path):
     templates = {"tokenizer.chat_template": "one", "tokenizer.chat_template.tool_use": "two"}
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", byte_level_metadata(), **templates))
     assert tokenizer.apply_chat_template([]) == "one"
-    assert tokenizer.apply_chat_template([], tools=[{}]) == "two"
+    assert tokenizer.templates["tool_use"].render([], False, {}) == "two"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,13 @@ def test_further_templates_have_names(tmp_path):
 def test_what_is_not_understood_is_refused(metadata, message):
     with pytest.raises(CheckpointError, match=message):
         build_backend(metadata)
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "padding_token_id", "unknown_token_id"])
+@pytest.mark.parametrize("wrong", ["2", 2.0, True, -1, 2**40])
+def test_token_ids_are_integers(key, wrong):
+    with pytest.raises(CheckpointError, match=f"tokenizer.ggml.{key} is a token id"):
+        special_token_ids(byte_level_metadata() | {f"tokenizer.ggml.{key}": wrong})
 
 
 def test_an_absent_pre_tokenizer_is_that_of_gpt2():

@@ -3,7 +3,7 @@
 import pytest
 
 from dcpjax.errors import CheckpointError, RequestError
-from dcpjax.text.template import ChatTemplate
+from dcpjax.text.template import RESERVED_VARIABLES, ChatTemplate
 
 SIMPLE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}"
@@ -14,7 +14,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 def render(source, messages=HELLO, add_generation_prompt=False, **variables):
     template = ChatTemplate.compile(source, {"bos_token": "<s>"})
-    return template.render(messages, add_generation_prompt, **variables)
+    return template.render(messages, add_generation_prompt, variables)
 
 
 def test_messages_and_generation_prompt():
@@ -37,6 +37,11 @@ def test_text_parts_are_joined_as_they_are():
             "unsupported_content",
         ),
         ({"role": "user", "content": [{"type": "text"}]}, "unsupported_content"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "unsupported_content"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]},
+            "unsupported_content",
+        ),
         ({"role": "user", "content": ["text"]}, "unsupported_content"),
         ({"role": "user", "content": 7}, "invalid_content"),
         ({"content": "hi"}, "invalid_message"),
@@ -56,7 +61,7 @@ def test_blocks_leave_no_blank_lines():
 
 
 def test_json_is_not_escaped_for_html():
-    assert render("{{ tools | tojson }}", tools=[{"a": "<\u00e9>"}]) == '[{"a": "<\u00e9>"}]'
+    assert render("{{ facts | tojson }}", facts=[{"a": "<\u00e9>"}]) == '[{"a": "<\u00e9>"}]'
     assert render("{{ {'b': 1, 'a': 2} | tojson(indent=1) }}") == '{\n "b": 1,\n "a": 2\n}'
 
 
@@ -71,6 +76,13 @@ def test_loop_controls_and_the_date():
 def test_variables_reach_the_template():
     assert render("{{ enable_thinking }}", enable_thinking=False) == "False"
     assert render("{{ tools is none }}") == "True"
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_VARIABLES))
+def test_what_a_template_is_given_by_us_is_no_variable_of_the_caller(name):
+    with pytest.raises(RequestError, match=name) as caught:
+        ChatTemplate.compile(SIMPLE, {}).render(HELLO, False, {"mine": 1, name: []})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize(
@@ -97,3 +109,9 @@ def test_what_fails_in_a_template_is_the_requests_error(source, reason):
 def test_a_broken_template_is_the_checkpoints_error():
     with pytest.raises(CheckpointError, match="line=2"):
         ChatTemplate.compile("a\n{% for %}", {})
+
+
+@pytest.mark.parametrize("source", [None, 5, ["a"], b"a"])
+def test_a_template_is_a_text(source):
+    with pytest.raises(CheckpointError, match="a chat template is a text"):
+        ChatTemplate.compile(source, {})

@@ -79,8 +79,6 @@ def test_a_template_is_a_string_a_list_or_a_file(byte_level_folder):
     named = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "tools"}]
     change_settings(byte_level_folder, chat_template=named)
     assert load_tokenizer(byte_level_folder).apply_chat_template(HELLO) == "two"
-    with_tools = load_tokenizer(byte_level_folder).apply_chat_template(HELLO, tools=[{}])
-    assert with_tools == "tools"
     (byte_level_folder / "chat_template.jinja").write_text("three")
     assert load_tokenizer(byte_level_folder).apply_chat_template(HELLO) == "three"
 
@@ -98,6 +96,13 @@ def test_threads_share_a_tokenizer(byte_level):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(byte_level.encode, texts)) == expected
         assert list(pool.map(byte_level.decode, expected)) == texts
+
+
+def test_the_largest_id_and_the_longest_token(byte_level, sentencepiece):
+    assert byte_level.max_token_id == byte_level.vocab_size - 1 == 266
+    assert byte_level.max_token_bytes == len("<think>")
+    longest = max(range(sentencepiece.vocab_size), key=lambda t: len(sentencepiece.token_bytes(t)))
+    assert sentencepiece.max_token_bytes == len(sentencepiece.token_bytes(longest))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

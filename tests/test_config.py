@@ -1,0 +1,135 @@
+"""Settings are checked by their annotations and ranges before anything is allocated."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import pytest
+
+from dcpjax.config import EngineConfig, ModelConfig, RopeScaling, has_type
+from dcpjax.errors import ConfigError
+
+MODEL: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
+LLAMA3: dict[str, Any] = {"kind": "llama3", "factor": 8.0}
+
+
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(EngineConfig)])
+def test_every_setting_has_the_type_of_its_annotation(name: str) -> None:
+    wrong = [1.5, b"x", [], {}, object()] + ["no such choice"] * (name != "model")
+    for value in wrong:
+        with pytest.raises(ConfigError, match=f"^{name} is"):
+            EngineConfig(**{"model": "m", name: value})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"seed": -1},
+        {"seed": 2**63},
+        {"seed": True},
+        {"block_size": True},
+        {"num_pages": 0},
+        {"enable_prefix_caching": 1},
+        {"enable_prefix_caching": "no"},
+        {"model": ""},
+    ],
+)
+def test_values_outside_their_range(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"^{name} is") as caught:
+        EngineConfig(**{"model": "m", **settings})
+    assert caught.value.values == settings
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_seeds(seed: int) -> None:
+    assert EngineConfig("m", seed=seed).seed == seed
+
+
+@pytest.mark.parametrize(("most", "is_refused"), [(31, True), (32, False), (33, False)])
+def test_a_step_holds_one_stripe_over_all_ranks(most: int, is_refused: bool) -> None:
+    """Widths of prompt blocks are multiples of ranks x interleave: a smaller limit would not
+    be kept."""
+    settings: dict[str, Any] = {
+        "tensor_parallel_size": 4,
+        "decode_context_parallel_size": 4,
+        "cp_kv_cache_interleave_size": 8,
+        "max_num_batched_tokens": most,
+    }
+    if not is_refused:
+        EngineConfig("m", **settings)
+        return
+    with pytest.raises(ConfigError, match="max_num_batched_tokens is at least") as caught:
+        EngineConfig("m", **settings)
+    assert {"max_num_batched_tokens", "cp_kv_cache_interleave_size"} <= set(caught.value.values)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", 0),
+        ("num_kv_heads", 0),
+        ("num_kv_heads", 3),
+        ("head_dim", 0),
+        ("head_dim", -2),
+        ("head_dim", 3),
+        ("max_position_embeddings", 0),
+        ("max_position_embeddings", -1),
+        ("rope_theta", 0.0),
+        ("rope_theta", math.nan),
+        ("rope_theta", math.inf),
+        ("rms_norm_eps", 0.0),
+        ("rms_norm_eps", -1e-6),
+        ("rms_norm_eps", math.nan),
+    ],
+)
+def test_models_that_make_no_sense(name: str, value: Any) -> None:
+    ModelConfig(**MODEL)
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(**{**MODEL, name: value})
+    assert name in caught.value.values
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"factor": 0.5},
+        {"factor": math.nan},
+        {"factor": math.inf},
+        {"low_freq_factor": 4.0},  # as the high one: a division by zero
+        {"low_freq_factor": 5.0},
+        {"low_freq_factor": 0.0},
+        {"high_freq_factor": math.nan},
+        {"original_max_position": 0},
+    ],
+)
+def test_rope_scalings_that_make_no_sense(change: dict[str, Any]) -> None:
+    RopeScaling(**LLAMA3)
+    with pytest.raises(ConfigError):
+        RopeScaling(**{**LLAMA3, **change})
+
+
+@pytest.mark.parametrize(
+    ("annotation", "yes", "no"),
+    [
+        (int, [0, -1], [True, 1.0, "1", None]),
+        (float, [0, 1.5, math.inf], [True, "1", None]),
+        (bool, [True, False], [0, 1, "no"]),
+        (int | None, [None, 3], [False, 3.0]),
+        (Literal["a", "b"], ["a"], ["c", "", 1, ["a"], None]),
+        (tuple[int, ...], [(), (1, 2)], [[1], (1, "a"), (True,)]),
+        (tuple[tuple[int, float], ...], [(), ((1, 2),)], [((1,),), ((1, 2, 3),), (1, 2)]),
+    ],
+)
+def test_types(annotation: Any, yes: list[Any], no: list[Any]) -> None:
+    assert [value for value in yes + no if has_type(value, annotation)] == yes
