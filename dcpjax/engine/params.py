@@ -15,7 +15,9 @@ MAX_STOP_LENGTH = 4096
 MAX_BIASED_TOKENS = 64
 MAX_STOP_TOKEN_IDS = 60
 MAX_FACTOR = 1e6
-"""Largest temperature, penalty factor and bias: what is computed of them fits into a float32."""
+"""Largest temperature and penalty factor: what is computed with them fits into a float32."""
+MAX_BIAS = 1e30
+"""Larger than any logit, and a float32."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("logit_bias", lambda v: len(v) <= MAX_BIASED_TOKENS, f"of at most {MAX_BIASED_TOKENS} tokens"),
     (
         "logit_bias",
-        lambda v: all(abs(bias) <= MAX_FACTOR or bias == -math.inf for _, bias in v),
-        f"of values in [-{MAX_FACTOR:g}, {MAX_FACTOR:g}], or -inf",
+        lambda v: all(abs(bias) <= MAX_BIAS or bias == -math.inf for _, bias in v),
+        f"of values in [-{MAX_BIAS:g}, {MAX_BIAS:g}], or -inf",
     ),
     ("seed", lambda v: -(2**63) <= v < 2**63, "an int64"),
     ("n", lambda v: 1 <= v <= 128, "in [1, 128]"),
@@ -150,7 +152,7 @@ def _as_pairs(given: Any) -> Any:
 
 
 def _as_float(given: Any) -> Any:
-    is_small = has_type(given, int) and abs(given) <= MAX_FACTOR
+    is_small = has_type(given, int) and abs(given) <= MAX_BIAS
     return float(given) if is_small else given
 
 

@@ -39,7 +39,11 @@ def test_no_type_of_value_is_more_than_a_request_error(name: str, wrong: Any) ->
         ("n", [1, 128], [0, 129]),
         ("stop_token_ids", [[], range(60)], [range(61), [1.0], [True]]),
         ("stop", [[], "x", ["x"] * 64], [["x"] * 65, [""], ["x" * 4097]]),
-        ("logit_bias", [{}, {1: -math.inf}], [{1: math.inf}, {1: math.nan}, {1: 1e300}, {1: "1"}]),
+        (
+            "logit_bias",
+            [{}, {1: -math.inf}, {1: -(10**9)}],
+            [{1: math.inf}, {1: math.nan}, {1: 1e300}, {1: "1"}],
+        ),
         ("logit_bias", [[(1, 2)]], [[(1, 2, 3)], [1], {"1": 2}, {i: 0 for i in range(65)}]),
         ("logprobs", [None, 0, 20], [-1, 21, True]),
     ],
