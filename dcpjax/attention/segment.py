@@ -6,10 +6,8 @@ merged over the ranks it is exact. Decode is a segment of one token, verificatio
 prefill a chunk.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, Shaped
@@ -25,8 +23,6 @@ tokens and 127 us for 512; 512 queries take 37 ms for 4096 tokens in steps of 25
 of 512.
 """
 MANY_QUERIES = 32
-ALONE_COSTS = 3
-"""Cost of a read for one row alone, in shares of a read for all rows together."""
 
 
 class _Running(NamedTuple):
@@ -67,95 +63,36 @@ def segment_attention(
     Returns:
         out, lse (natural log), both float32; (0, −inf) for a query that sees nothing here.
     """
-    begin = _begin(q, pages, prior_length, k, v, positions, rank, ranks, interleave, scale)
-    prior = _Prior(pages, layer, q.shape[0], page_table.shape[0], q.shape[-1], v.shape[-1], scale)
-    read = prior.read(0, begin.trips(prior), begin, page_table)
-    return _finish(read.running, q.shape[0])
-
-
-def segments_attention(
-    q: Float[Array, "B T H D"],
-    pages: Shaped[Array, "pages K P W"] | Shaped[Array, "pages L K P W"],
-    page_tables: Integer[Array, "B M"],
-    prior_lengths: Integer[Array, " B"],
-    k: Float[Array, "B S K D"],
-    v: Float[Array, "B S K Dv"],
-    positions: Integer[Array, "B S"],
-    rank: Integer[Array, ""] | int,
-    *,
-    ranks: int,
-    interleave: int,
-    scale: float,
-    layer: int | Array | None = None,
-) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """As :func:`segment_attention` for several segments: together as far as most of them reach.
-
-    All at once is quickest where lengths are alike, one after the other where they differ or rows
-    are unused. So the first reads are done for all rows, and what few rows have beyond row by row.
-    """
-    begin = jax.vmap(
-        lambda q, length, k, v, positions: _begin(
-            q, pages, length, k, v, positions, rank, ranks, interleave, scale
-        )
-    )(q, prior_lengths, k, v, positions)
-    tokens, width = q.shape[1], page_tables.shape[1]
-    prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale)
-    trips = jax.vmap(lambda segment: segment.trips(prior))(begin)
-    shared = _shared_trips(trips)
-    together = jax.vmap(prior.read_chunk, in_axes=(None, 0, 0))
-    segments = lax.fori_loop(
-        0, shared, lambda index, segments: together(index, segments, page_tables), begin
-    )
-    segments = lax.map(
-        lambda row: prior.read(shared, row[0], row[1], row[2]), (trips, segments, page_tables)
-    )
-    return jax.vmap(lambda running: _finish(running, tokens))(segments.running)
-
-
-def _shared_trips(trips: Integer[Array, " B"]) -> Integer[Array, ""]:
-    """The most reads that at least a third of the rows need: until there all rows read together.
-
-    A row that reads although it has ended wastes its share of a read; a read for one row alone
-    costs about three times such a share on CPU.
-    """
-    reaching = jnp.sum((trips[None, :] >= trips[:, None]).astype(jnp.int32), axis=1)
-    return jnp.max(jnp.where(reaching * ALONE_COSTS >= trips.shape[0], trips, 0))
-
-
-class _Segment(NamedTuple):
-    """A segment under way: its queries, the prior tokens that lie here, the running softmax."""
-
-    queries: Float[Array, "K Q D"]
-    held: Integer[Array, ""]
-    running: _Running
-
-    def trips(self, prior: "_Prior") -> Integer[Array, ""]:
-        """Reads until all prior tokens are seen."""
-        chunk = prior.chunk_tokens
-        return ((self.held + chunk - 1) // chunk).astype(jnp.int32)
-
-
-def _begin(
-    q: Array,
-    pages: Array,
-    prior_length: Array | int,
-    k: Array,
-    v: Array,
-    positions: Array,
-    rank: Array | int,
-    ranks: int,
-    interleave: int,
-    scale: float,
-) -> _Segment:
-    """Attention to the segment's own tokens, before anything is read from pages."""
-    queries = _group_queries(q, pages.shape[-3])
+    kv_heads, page_size = pages.shape[-3], pages.shape[-2]
+    queries = _group_queries(q, kv_heads)
     prior_length = jnp.asarray(prior_length)
     query_positions = prior_length + jnp.arange(q.shape[0], dtype=prior_length.dtype)
-    own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
-    visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
-    running = _attend_current(queries, k, v, own, visible, scale)
+    running = _attend_current(
+        queries,
+        k,
+        v,
+        positions,
+        query_positions,
+        rank,
+        ranks=ranks,
+        interleave=interleave,
+        scale=scale,
+    )
     held = local_filled(prior_length, rank, ranks=ranks, interleave=interleave)
-    return _Segment(queries, held, running)
+    read_tokens = READ_TOKENS[q.shape[0] > MANY_QUERIES]
+    chunk_pages = max(1, min(read_tokens // page_size, page_table.shape[0]))
+    running = _attend_prior(
+        running,
+        queries,
+        pages,
+        page_table,
+        held,
+        chunk_pages,
+        layer=layer,
+        scale=scale,
+        value_width=v.shape[-1],
+    )
+    return _finish(running, q.shape[0])
 
 
 def _group_queries(q: Array, kv_heads: int) -> Float[Array, "K Q D"]:
@@ -166,10 +103,21 @@ def _group_queries(q: Array, kv_heads: int) -> Float[Array, "K Q D"]:
 
 
 def _attend_current(
-    queries: Array, k: Array, v: Array, own: Array, visible: Array, scale: float
+    queries: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    query_positions: Array,
+    rank: Array | int,
+    *,
+    ranks: int,
+    interleave: int,
+    scale: float,
 ) -> _Running:
-    """Attention to the segment's own tokens; ``visible`` [T, S] for each query head alike."""
-    visible = jnp.tile(visible, (queries.shape[1] // visible.shape[0], 1))[None]
+    """Attention to the segment's own tokens: those that this rank owns, causally."""
+    own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
+    visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
+    visible = jnp.tile(visible, (queries.shape[1] // query_positions.shape[0], 1))[None]
     scores = jnp.where(visible, scale * _product("kqd,skd->kqs", queries, k), -jnp.inf)
     highest = jnp.max(scores, axis=-1)
     exps = jnp.exp(scores - _finite(highest)[..., None])
@@ -177,50 +125,33 @@ def _attend_current(
     return _Running(highest, jnp.sum(exps, axis=-1), _product("kqs,skd->kqd", exps, own_v))
 
 
-@dataclass(frozen=True)
-class _Prior:
-    """How prior tokens are read: from which pages, and how many pages at a time."""
+def _attend_prior(
+    running: _Running,
+    queries: Array,
+    pages: Array,
+    page_table: Array,
+    held: Array,
+    chunk_pages: int,
+    *,
+    layer: int | Array | None,
+    scale: float,
+    value_width: int,
+) -> _Running:
+    """Go on over the ``held`` tokens in pages, a few pages at a time; the trip count is dynamic."""
+    chunk = chunk_pages * pages.shape[-2]
+    padding = -page_table.shape[0] % chunk_pages
+    page_table = jnp.pad(page_table, (0, padding), mode="edge")
 
-    pages: Array
-    layer: int | Array | None
-    num_queries: int
-    table_width: int
-    key_width: int
-    value_width: int
-    scale: float
+    def read_chunk(index: Array, running: _Running) -> _Running:
+        ids = lax.dynamic_slice(page_table, (index * chunk_pages,), (chunk_pages,))
+        keys, values = _read_pages(pages, ids, layer, queries.shape[-1], value_width)
+        visible = index.astype(held.dtype) * chunk + jnp.arange(chunk, dtype=held.dtype) < held
+        dtype = queries.dtype
+        rows = formats.decode(keys, dtype), formats.decode(values, dtype)
+        return _attend_rows(running, queries, *rows, visible, scale)
 
-    @property
-    def chunk_pages(self) -> int:
-        tokens = READ_TOKENS[self.num_queries > MANY_QUERIES]
-        return max(1, min(tokens // self.pages.shape[-2], self.table_width))
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.chunk_pages * self.pages.shape[-2]
-
-    def read(self, first: Array | int, stop: Array, segment: _Segment, table: Array) -> _Segment:
-        """The segment after reads [first, stop)."""
-        return lax.fori_loop(
-            first, stop, lambda index, segment: self.read_chunk(index, segment, table), segment
-        )
-
-    def read_chunk(self, index: Array, segment: _Segment, table: Array) -> _Segment:
-        """The segment after one read; beyond its end nothing is visible."""
-        table = jnp.pad(table, (0, -table.shape[0] % self.chunk_pages), mode="edge")
-        ids = lax.dynamic_slice(table, (index * self.chunk_pages,), (self.chunk_pages,))
-        keys, values = _read_pages(self.pages, ids, self.layer, self.key_width, self.value_width)
-        first = index.astype(segment.held.dtype) * self.chunk_tokens
-        offsets = jnp.arange(self.chunk_tokens, dtype=segment.held.dtype)
-        dtype = segment.queries.dtype
-        running = _attend_rows(
-            segment.running,
-            segment.queries,
-            formats.decode(keys, dtype),
-            formats.decode(values, dtype),
-            first + offsets < segment.held,
-            self.scale,
-        )
-        return segment._replace(running=running)
+    trips = (held + chunk - 1) // chunk
+    return lax.fori_loop(0, trips.astype(jnp.int32), read_chunk, running)
 
 
 def _attend_rows(

@@ -221,15 +221,10 @@ class Runner:
 
 
 def _step_shapes(shapes: StepShapes, table_width: int) -> list[StepShape]:
-    """Decode alone in every size; prompts beside the most decode rows, which then cost little.
-
-    The widest prompt block also without any: a long prompt that comes alone is the one that waits.
-    """
+    """Decode alone in every size; prompts beside the most decode rows, which then cost little."""
     most = max(shapes.decode_rows)
     decode = [StepShape(rows, 0, 0, table_width) for rows in shapes.decode_rows]
-    prefill = [StepShape(most, rows, width, table_width) for rows, width in shapes.prefill]
-    alone = max(shapes.prefill, key=lambda shape: shape[1])
-    return [*decode, *prefill, StepShape(0, *alone, table_width)]
+    return decode + [StepShape(most, rows, width, table_width) for rows, width in shapes.prefill]
 
 
 def _rows(plan: StepPlan, shape: StepShape) -> list[tuple[int, Segment]]:
