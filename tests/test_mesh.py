@@ -40,6 +40,7 @@ from dcpjax.mesh import (
 from dcpjax.models.llama import Llama, Sharding
 
 ROOT = Path(__file__).resolve().parent.parent
+NUM_DEVICES = len(jax.devices())
 SHAPES = [(1, 1), (4, 1), (2, 2), (3, 3), (8, 2), (8, 4), (8, 8), (6, 3)]  # ranks, dcp
 
 
@@ -82,8 +83,12 @@ def test_the_first_devices_are_found(count):
 
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(MeshError, match="at most the number of devices.*XLA_FLAGS") as caught:
-        find_devices(9, "cpu")
-    expected = {"tensor_parallel_size": 9, "num_devices": 8, "platform": "cpu"}
+        find_devices(NUM_DEVICES + 1, "cpu")
+    expected = {
+        "tensor_parallel_size": NUM_DEVICES + 1,
+        "num_devices": NUM_DEVICES,
+        "platform": "cpu",
+    }
     assert caught.value.values == expected
 
 
@@ -264,5 +269,5 @@ def test_virtual_cpu_devices_are_made_where_none_is_in_use_yet():
 def test_the_number_of_cpu_devices_stays_once_they_exist(monkeypatch):
     before = jax.config.jax_num_cpu_devices
     monkeypatch.delenv("XLA_FLAGS")
-    assert find_devices(8, "cpu") == jax.devices()
+    assert find_devices(NUM_DEVICES, "cpu") == jax.devices()
     assert jax.config.jax_num_cpu_devices == before

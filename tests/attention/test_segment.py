@@ -241,7 +241,7 @@ def check_case(case: Case, lengths_per_prior: int) -> None:
 @pytest.fixture
 def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several reads per sequence, the last of them over the end of the table."""
-    monkeypatch.setattr(segment, "READ_TOKENS", 48)
+    monkeypatch.setattr(segment, "READ_TOKENS", {False: 48, True: 48})
 
 
 @pytest.mark.usefixtures("short_reads")

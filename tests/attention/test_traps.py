@@ -97,10 +97,10 @@ def test_trap_3_nan_times_0_from_an_empty_shard(break_it):
 def test_trap_3_nan_times_0_from_pages_that_nobody_owns(break_it):
     check_segments(TOKEN_PER_RANK, 9)
 
-    def attend_rows(original, running, queries, rows, visible, scale, value_width):
+    def attend_rows(original, running, queries, keys, rows, visible, scale):
         everything = jnp.ones_like(visible)
-        seen = original(running, queries, rows, visible, scale, value_width)
-        values = original(running, queries, rows, everything, scale, value_width).values
+        seen = original(running, queries, keys, rows, visible, scale)
+        values = original(running, queries, keys, rows, everything, scale).values
         return seen._replace(values=jnp.where(jnp.isnan(values), values, seen.values))
 
     break_it(segment, "_attend_rows", attend_rows)
