@@ -17,6 +17,7 @@ from jaxtyping import Float, Integer
 
 from dcpjax.attention.block import TokenSharding, make_block
 from dcpjax.cache.pool import POOL_SPEC
+from dcpjax.layout import decode_dcp_rank
 from dcpjax.mesh import ALL_RANKS
 from dcpjax.models.weights import PlacedModel
 
@@ -91,7 +92,7 @@ def make_step(
         llama = model.merge(parameters)
         inputs = shape.views(packed)
         rank = rank_ids[0]
-        blocks = _blocks(shape, inputs, rank % sharding.ranks, sharding)
+        blocks = _blocks(shape, inputs, decode_dcp_rank(rank, sharding.ranks), sharding)
         tokens = _token_ids(shape, inputs, previous)
         hidden, pool = llama.hidden_states(tokens, blocks, pool, rank.astype(jnp.int32))
         logits = llama.logits(jnp.take(hidden, _last_tokens(shape, inputs), axis=0))
