@@ -188,7 +188,7 @@ def producer():
     model = nnx.eval_shape(lambda: Llama(TINY, Sharding(heads, prefill_gather="q"), jnp.float32))
     entries = nnx.to_flat_state(nnx.state(model))
     parameters = {path: (leaf.shape, leaf.get_metadata("axes")) for path, leaf in entries}
-    return prefill_mesh(jax.devices(), PRODUCER_DCP), parameters
+    return prefill_mesh(jax.devices()[:PRODUCER_RANKS], PRODUCER_DCP), parameters
 
 
 def shares(mesh, shape, axes):

@@ -4,6 +4,9 @@ Every DCP rank computes keys and values of all tokens, and queries of its own he
 collectives with ``ag_rs`` (queries, lse, outputs), two with ``a2a``; none without DCP.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -11,7 +14,7 @@ from jaxtyping import Float, Shaped
 
 from dcpjax.attention.block import Block
 from dcpjax.attention.merge import MERGES
-from dcpjax.attention.segment import segment_attention
+from dcpjax.attention.segment import segment_attention, segments_attention
 from dcpjax.cache.pool import write_tokens
 from dcpjax.mesh import DCP
 
@@ -62,22 +65,21 @@ def attend_block(
     *,
     scale: float,
 ) -> tuple[Float[Array, "T H Dv"], Float[Array, "T H"]]:
-    """Partial attention of all segments of a block to what this rank holds, one after the other.
+    """Partial attention of all segments of a block to what this rank holds.
 
-    Compared with all at once, one segment at a time costs up to a fifth when lengths are equal,
-    and saves more than half when they differ or rows are unused (each has its own trip count).
+    Prompt chunks one after the other, each of which is work enough for a loop of its own.
     """
+    is_real = (block.own < block.num_tokens[:, None])[..., None, None]
+    own_v = jnp.where(is_real, own_v, jnp.zeros((), own_v.dtype))  # 0 · NaN of padding is NaN
+    queries = q.reshape(block.rows, block.width, *q.shape[1:])
+    segments = (queries, block.page_tables, block.prior_lengths, own_k, own_v, block.own_positions)
 
-    def attend(segment: tuple[Array, ...]) -> tuple[Array, Array]:
-        queries, keys, values, table, prior_length, positions = segment
-        return segment_attention(
+    def attend(attention: Callable, segments: tuple[Array, ...]) -> tuple[Array, Array]:
+        queries, *rest = segments
+        return attention(
             queries,
             pool,
-            table,
-            prior_length,
-            keys,
-            values,
-            positions,
+            *rest,
             block.rank,
             ranks=block.sharding.ranks,
             interleave=block.sharding.interleave,
@@ -85,17 +87,10 @@ def attend_block(
             layer=layer,
         )
 
-    is_real = (block.own < block.num_tokens[:, None])[..., None, None]
-    segments = (
-        q.reshape(block.rows, block.width, *q.shape[1:]),
-        own_k,
-        jnp.where(is_real, own_v, jnp.zeros((), own_v.dtype)),  # padding may be NaN: 0 · NaN is NaN
-        block.page_tables,
-        block.prior_lengths,
-        block.own_positions,
-    )
     if block.rows == 1:
-        out, lse = attend(jax.tree.map(lambda x: x[0], segments))
+        out, lse = attend(segment_attention, jax.tree.map(lambda x: x[0], segments))
+    elif block.width == 1:
+        out, lse = attend(segments_attention, segments)
     else:
-        out, lse = lax.map(attend, segments)
+        out, lse = lax.map(partial(attend, segment_attention), segments)
     return out.reshape(-1, *out.shape[-2:]), lse.reshape(-1, lse.shape[-1])

@@ -6,8 +6,10 @@ merged over the ranks it is exact. Decode is a segment of one token, verificatio
 prefill a chunk.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, Shaped
@@ -63,36 +65,103 @@ def segment_attention(
     Returns:
         out, lse (natural log), both float32; (0, −inf) for a query that sees nothing here.
     """
-    kv_heads, page_size = pages.shape[-3], pages.shape[-2]
-    queries = _group_queries(q, kv_heads)
+    begin = _begin(q, pages, prior_length, k, v, positions, rank, ranks, interleave, scale)
+    prior = _Prior(pages, layer, q.shape[0], page_table.shape[0], q.shape[-1], v.shape[-1], scale)
+    read = lax.fori_loop(
+        0,
+        begin.trips(prior),
+        lambda index, segment: prior.read_chunk(index, segment, page_table),
+        begin,
+    )
+    return _finish(read.running, q.shape[0])
+
+
+def segments_attention(
+    q: Float[Array, "B T H D"],
+    pages: Shaped[Array, "pages K P W"] | Shaped[Array, "pages L K P W"],
+    page_tables: Integer[Array, "B M"],
+    prior_lengths: Integer[Array, " B"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K Dv"],
+    positions: Integer[Array, "B S"],
+    rank: Integer[Array, ""] | int,
+    *,
+    ranks: int,
+    interleave: int,
+    scale: float,
+    layer: int | Array | None = None,
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
+    """As :func:`segment_attention` for several segments, of which each reads just its own pages.
+
+    One loop over the reads of all rows, row by row: an unused row costs nothing. Nested loops would
+    make XLA copy the pool on JAX 0.9, and a batch of equal reads would read as far as the longest.
+    """
+    begin = jax.vmap(
+        lambda q, length, k, v, positions: _begin(
+            q, pages, length, k, v, positions, rank, ranks, interleave, scale
+        )
+    )(q, prior_lengths, k, v, positions)
+    tokens, width = q.shape[1], page_tables.shape[1]
+    prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale)
+    trips = jax.vmap(lambda segment: segment.trips(prior))(begin)
+    rows = jnp.arange(trips.shape[0])
+    is_up_to = rows[:, None] >= rows[None, :]
+    stops = jnp.sum(jnp.where(is_up_to, trips[None, :], 0), axis=1, dtype=jnp.int32)
+
+    def read(index: Array, running: _Running) -> _Running:
+        row = jnp.sum((index >= stops).astype(jnp.int32), dtype=jnp.int32)
+        segment = _row(begin._replace(running=running), row)
+        first = _row(stops, row) - _row(trips, row)
+        after = prior.read_chunk(index - first, segment, _row(page_tables, row))
+        return jax.tree.map(
+            lambda all_rows, one: lax.dynamic_update_index_in_dim(all_rows, one, row, 0),
+            running,
+            after.running,
+        )
+
+    running = lax.fori_loop(0, stops[-1], read, begin.running)
+    return jax.vmap(lambda one: _finish(one, tokens))(running)
+
+
+def _row(rows: Any, row: Array) -> Any:
+    """One row of all arrays."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False), rows)
+
+
+class _Segment(NamedTuple):
+    """A segment under way: its queries, the prior tokens that lie here, the running softmax."""
+
+    queries: Float[Array, "K Q D"]
+    held: Integer[Array, ""]
+    running: _Running
+
+    def trips(self, prior: "_Prior") -> Integer[Array, ""]:
+        """Reads until all prior tokens are seen."""
+        chunk = prior.chunk_tokens
+        return ((self.held + chunk - 1) // chunk).astype(jnp.int32)
+
+
+def _begin(
+    q: Array,
+    pages: Array,
+    prior_length: Array | int,
+    k: Array,
+    v: Array,
+    positions: Array,
+    rank: Array | int,
+    ranks: int,
+    interleave: int,
+    scale: float,
+) -> _Segment:
+    """Attention to the segment's own tokens, before anything is read from pages."""
+    queries = _group_queries(q, pages.shape[-3])
     prior_length = jnp.asarray(prior_length)
     query_positions = prior_length + jnp.arange(q.shape[0], dtype=prior_length.dtype)
-    running = _attend_current(
-        queries,
-        k,
-        v,
-        positions,
-        query_positions,
-        rank,
-        ranks=ranks,
-        interleave=interleave,
-        scale=scale,
-    )
+    own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
+    visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
+    running = _attend_current(queries, k, v, own, visible, scale)
     held = local_filled(prior_length, rank, ranks=ranks, interleave=interleave)
-    read_tokens = READ_TOKENS[q.shape[0] > MANY_QUERIES]
-    chunk_pages = max(1, min(read_tokens // page_size, page_table.shape[0]))
-    running = _attend_prior(
-        running,
-        queries,
-        pages,
-        page_table,
-        held,
-        chunk_pages,
-        layer=layer,
-        scale=scale,
-        value_width=v.shape[-1],
-    )
-    return _finish(running, q.shape[0])
+    return _Segment(queries, held, running)
 
 
 def _group_queries(q: Array, kv_heads: int) -> Float[Array, "K Q D"]:
@@ -103,21 +172,10 @@ def _group_queries(q: Array, kv_heads: int) -> Float[Array, "K Q D"]:
 
 
 def _attend_current(
-    queries: Array,
-    k: Array,
-    v: Array,
-    positions: Array,
-    query_positions: Array,
-    rank: Array | int,
-    *,
-    ranks: int,
-    interleave: int,
-    scale: float,
+    queries: Array, k: Array, v: Array, own: Array, visible: Array, scale: float
 ) -> _Running:
-    """Attention to the segment's own tokens: those that this rank owns, causally."""
-    own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
-    visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
-    visible = jnp.tile(visible, (queries.shape[1] // query_positions.shape[0], 1))[None]
+    """Attention to the segment's own tokens; ``visible`` [T, S] for each query head alike."""
+    visible = jnp.tile(visible, (queries.shape[1] // visible.shape[0], 1))[None]
     scores = jnp.where(visible, scale * _product("kqd,skd->kqs", queries, k), -jnp.inf)
     highest = jnp.max(scores, axis=-1)
     exps = jnp.exp(scores - _finite(highest)[..., None])
@@ -125,33 +183,44 @@ def _attend_current(
     return _Running(highest, jnp.sum(exps, axis=-1), _product("kqs,skd->kqd", exps, own_v))
 
 
-def _attend_prior(
-    running: _Running,
-    queries: Array,
-    pages: Array,
-    page_table: Array,
-    held: Array,
-    chunk_pages: int,
-    *,
-    layer: int | Array | None,
-    scale: float,
-    value_width: int,
-) -> _Running:
-    """Go on over the ``held`` tokens in pages, a few pages at a time; the trip count is dynamic."""
-    chunk = chunk_pages * pages.shape[-2]
-    padding = -page_table.shape[0] % chunk_pages
-    page_table = jnp.pad(page_table, (0, padding), mode="edge")
+@dataclass(frozen=True)
+class _Prior:
+    """How prior tokens are read: from which pages, and how many pages at a time."""
 
-    def read_chunk(index: Array, running: _Running) -> _Running:
-        ids = lax.dynamic_slice(page_table, (index * chunk_pages,), (chunk_pages,))
-        keys, values = _read_pages(pages, ids, layer, queries.shape[-1], value_width)
-        visible = index.astype(held.dtype) * chunk + jnp.arange(chunk, dtype=held.dtype) < held
-        dtype = queries.dtype
-        rows = formats.decode(keys, dtype), formats.decode(values, dtype)
-        return _attend_rows(running, queries, *rows, visible, scale)
+    pages: Array
+    layer: int | Array | None
+    num_queries: int
+    table_width: int
+    key_width: int
+    value_width: int
+    scale: float
 
-    trips = (held + chunk - 1) // chunk
-    return lax.fori_loop(0, trips.astype(jnp.int32), read_chunk, running)
+    @property
+    def chunk_pages(self) -> int:
+        tokens = READ_TOKENS[self.num_queries > MANY_QUERIES]
+        return max(1, min(tokens // self.pages.shape[-2], self.table_width))
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.chunk_pages * self.pages.shape[-2]
+
+    def read_chunk(self, index: Array, segment: _Segment, table: Array) -> _Segment:
+        """The segment after one read; beyond its end nothing is visible."""
+        table = jnp.pad(table, (0, -table.shape[0] % self.chunk_pages), mode="edge")
+        ids = lax.dynamic_slice(table, (index * self.chunk_pages,), (self.chunk_pages,))
+        keys, values = _read_pages(self.pages, ids, self.layer, self.key_width, self.value_width)
+        first = index.astype(segment.held.dtype) * self.chunk_tokens
+        offsets = jnp.arange(self.chunk_tokens, dtype=segment.held.dtype)
+        dtype = segment.queries.dtype
+        running = _attend_rows(
+            segment.running,
+            segment.queries,
+            formats.decode(keys, dtype),
+            formats.decode(values, dtype),
+            first + offsets < segment.held,
+            self.scale,
+        )
+        return segment._replace(running=running)
 
 
 def _attend_rows(

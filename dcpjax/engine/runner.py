@@ -161,7 +161,9 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Start a step. Returns at once; the next plan may build on its tokens."""
         shape = self._shape_of(plan)
-        self._sampler.start(plan.started)
+        for request in plan.started:
+            self._tables.start(request)
+            self._sampler.start(request)
         result = self._dispatch_forward(shape, self._pack(shape, plan))
         sampling = {row: s.request for row, s in _rows(plan, shape) if s.samples}
         if all(request.params.is_greedy for request in sampling.values()):

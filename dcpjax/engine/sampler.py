@@ -5,7 +5,7 @@ tokens.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -141,11 +141,10 @@ class Sampler:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), arrays
         )
 
-    def start(self, requests: Iterable[Request]) -> None:
-        """Begin the counts of requests that got their slot, as far as they need them."""
-        for request in requests:
-            if request.params.has_penalties:
-                self._reset_row(request)
+    def start(self, request: Request) -> None:
+        """Begin the counts of a request that got its slot, if it needs them."""
+        if request.params.has_penalties:
+            self._reset_row(request)
 
     def _reset_row(self, request: Request) -> None:
         outputs = np.asarray(request.output_token_ids, np.int64)

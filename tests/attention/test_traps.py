@@ -211,13 +211,12 @@ def test_a_length_localised_before_it_is_expanded(break_it):
     """Positions counted on from a rank's own prior: right on one rank, wrong on several."""
     check_segments(TOKEN_PER_RANK, 41)
 
-    def attend_current(original, queries, k, v, positions, query_positions, rank, **split):
-        sizes = {name: split[name] for name in ("ranks", "interleave")}
-        prior = query_positions[0]
-        local = segment.local_filled(prior, rank, **sizes)
-        return original(queries, k, v, positions - prior + local, query_positions, rank, **split)
+    def begin(original, q, pages, prior, k, v, positions, rank, ranks, interleave, scale):
+        local = segment.local_filled(prior, rank, ranks=ranks, interleave=interleave)
+        moved = positions - prior + local
+        return original(q, pages, prior, k, v, moved, rank, ranks, interleave, scale)
 
-    break_it(segment, "_attend_current", attend_current)
+    break_it(segment, "_begin", begin)
     goes_red(check_segments, TOKEN_PER_RANK, 41)
 
 
