@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-settings.register_profile("layout", max_examples=16, deadline=None)
+settings.register_profile("layout", settings.get_profile("untimed"), max_examples=16)
 settings.load_profile("layout")
 
 
