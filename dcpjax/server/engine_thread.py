@@ -274,7 +274,7 @@ def _apply(
         future.set_result(function(engine))
     except RequestError as error:
         future.set_exception(error)
-    except Exception:
+    except Exception:  # the caller must not wait for ever; the thread ends with it
         future.set_exception(_dead())
         raise
 
