@@ -100,7 +100,7 @@ class Runner:
             self._pool.delete()
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compile every shape and every form of sampling, then audit and run them.
+        """Compile every shape and every form of sampling, audit the steps and run them once.
 
         ``progress`` hears of each program when its compilation starts, from several threads.
         """
@@ -115,10 +115,11 @@ class Runner:
 
         with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:
             compiled = dict(zip(programs, executor.map(compile_one, programs), strict=True))
-        self._steps = {shape: compiled[shape] for shape in self._shapes}
+            self._steps = {shape: compiled[shape] for shape in self._shapes}
+            self.audits = tuple(executor.map(self._audit, self._shapes))
         self._sampler.install({form: compiled[form] for form in self._sampler.programs})
-        self.audits = tuple(self._audit(shape, self._steps[shape]) for shape in self._shapes)
-        self._run_once()
+        for shape in self._shapes:
+            self._run_once(shape)
 
     def _compile(self, shape: StepShape) -> Callable:
         step = make_step(
@@ -136,27 +137,23 @@ class Runner:
             .compile()
         )
 
-    def _audit(self, shape: StepShape, step: Callable) -> StepAudit:
-        """Examine the program, run it with nothing to do, see that the pool stayed in place."""
-        share = self._pool.addressable_shards[0].data
-        audit = audit_step(step, str(shape), pool_shape=share.shape)
-        del share
+    def _audit(self, shape: StepShape) -> StepAudit:
+        share = self._pool.sharding.shard_shape(self._pool.shape)
+        return audit_step(self._steps[shape], str(shape), pool_shape=share)
+
+    def _run_once(self, shape: StepShape) -> None:
+        """Run a step with nothing to do, on to sampled tokens; see that the pool stays in place.
+
+        The first run of a program takes longer than the next ones.
+        """
         before = _addresses(self._pool)
-        self._dispatch_forward(shape, self._pack(shape, StepPlan()))
-        jax.block_until_ready(self._pool)
+        result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
+        sampled = self._sampler.sample(self._whole_logits(result.logits), {})
+        self._previous = jax.block_until_ready(jax.device_put(sampled.ids, self._replicated))
         if (after := _addresses(self._pool)) != before:
             raise AuditError(
                 "a step moved the KV pool", step=str(shape), before=before, after=after
             )
-        return audit
-
-    def _run_once(self) -> None:
-        """Every step with nothing to do, and its way to sampled tokens: the first run is slow."""
-        for shape in self._shapes:
-            result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
-            sampled = self._sampler.sample(self._whole_logits(result.logits), {})
-            self._previous = jax.device_put(sampled.ids, self._replicated)
-        jax.block_until_ready(self._previous)
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Start a step. Returns at once; the next plan may build on its tokens."""
