@@ -54,7 +54,7 @@ class Runner:
         seed: int,
     ) -> None:
         self._model, self._mesh, self._sharding = model, mesh, sharding
-        self._table_width, self._vocab_size = table_width, vocab_size
+        self._vocab_size = vocab_size
         self._shapes = _step_shapes(shapes, table_width)
         self._max_rows = max(shape.rows for shape in self._shapes)
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())

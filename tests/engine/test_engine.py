@@ -156,6 +156,15 @@ def test_aborts_at_any_moment_change_nothing_for_the_others(seed, crowded, alone
     assert crowded.stats()["kv_cache_usage"] == 0
 
 
+def test_the_pool_is_what_the_placement_says(engine):
+    """Every rank's share of the array has the layers and heads of its share of the placement."""
+    placement, pool = engine.placement, engine.runner.pool
+    shares = {shard.data.shape[1:4] for shard in pool.addressable_shards}
+    assert len(pool.addressable_shards) == placement.num_ranks
+    assert shares == {(s.num_layers, s.num_heads, placement.page_size) for s in placement.shares}
+    assert {s.ranks for s in placement.shares} == {engine.config.decode_context_parallel_size}
+
+
 def test_aborting_nobody(engine):
     engine.abort("unknown")
     assert engine.step() == [] and not engine.has_work
