@@ -8,6 +8,9 @@ DcpjaxError
 ├── LayoutError (ValueError)      an argument of the layout algebra outside its domain
 ├── RequestError (ValueError)     one request is wrong: HTTP 400, the others go on
 │   └── ContextLengthError        prompt or max_tokens beyond what the engine can hold
+├── TransferError                 a KV transfer that is refused before it starts, or failed
+│   ├── PlanError                 two placements between which no exact plan exists
+│   └── PeerError                 another engine that is unknown, incompatible or gone
 ├── AuditError                    a compiled step copies the KV pool, or does not update it in place
 ├── EngineDeadError               the engine stopped; nothing can be served any more
 │
@@ -70,6 +73,18 @@ class ContextLengthError(RequestError):
 
     def __init__(self, rule: str, *, param: str | None = None, **values: Any) -> None:
         super().__init__(rule, param=param, code="context_length_exceeded", **values)
+
+
+class TransferError(DcpjaxError):
+    """A KV transfer is refused before any byte moves, or failed on the way."""
+
+
+class PlanError(TransferError):
+    """No exact plan exists between two placements."""
+
+
+class PeerError(TransferError):
+    """The engine on the other side is unknown, incompatible or gone."""
 
 
 class AuditError(DcpjaxError):
