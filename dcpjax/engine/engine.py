@@ -168,7 +168,7 @@ class Engine:
         """Wait for the step in flight, if any, and commit its tokens."""
         dispatched, self._in_flight = self._in_flight, None
         if dispatched is None:
-            return self.scheduler.take_aborted()
+            return self.scheduler.take_ended()
         return self.scheduler.commit(dispatched.plan, *dispatched.tokens.wait())
 
     def reset_prefix_cache(self) -> None:

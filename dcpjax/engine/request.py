@@ -1,13 +1,15 @@
 """A request and what comes out of it. Host only, token ids only."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dcpjax.engine.params import MAX_BIASED_TOKENS as MAX_BIASED_TOKENS
 from dcpjax.engine.params import MAX_LOGPROBS as MAX_LOGPROBS
 from dcpjax.engine.params import MAX_STOP_TOKEN_IDS as MAX_STOP_TOKEN_IDS
 from dcpjax.engine.params import SamplingParams as SamplingParams
+from dcpjax.engine.remote_kv import RemoteKV
 from dcpjax.errors import ContextLengthError, RequestError
 
 
@@ -17,6 +19,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What one step adds to one request. ``finish_reason`` is set on the last one."""
+    """What one step adds to one request. ``finish_reason`` is set on the last one.
+
+    ``error`` says why a request ended with ERROR; ``kv_transfer_params`` tell where the KV of a
+    prompt waits that was computed for another engine.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -42,10 +49,13 @@ class TokenOutput:
     stop_token_id: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
+    error: str | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 class Status(enum.Enum):
     WAITING = "waiting"
+    LOADING = "loading"  # has pages and a slot; its KV is on the way from another engine
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -72,7 +82,10 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     arrival: float = 0.0  # time.monotonic() seconds
     cache_salt: str = ""
+    kv_transfer_params: Mapping[str, Any] | None = None
 
+    remote_kv: RemoteKV | None = None  # until it was loaded, or cannot be loaded
+    exports_kv: bool = False  # the pages of the prompt are kept at the end for another engine
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
     page_ids: list[int] = field(default_factory=list[int])
@@ -105,7 +118,12 @@ class Request:
 
     @property
     def can_continue(self) -> bool:
-        """Whether a step may compute more of it; not when the last token is sampled or pending."""
+        """Whether a step may compute more of it.
+
+        Not while its KV is on the way, and not when the last token is sampled or pending.
+        """
+        if self.status is Status.LOADING:
+            return False
         return self.num_uncomputed > 0 and self.num_tokens + self.num_pending < self.max_length
 
     def tokens(self, start: int, stop: int) -> list[int]:

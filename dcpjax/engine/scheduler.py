@@ -8,12 +8,15 @@ Invariants:
 
 * ``running`` followed by ``waiting`` is in order of arrival, so the last running request is the
   one to preempt and the first one always progresses.
+* A loading request has a slot and pages like a running one, but cannot be preempted: something
+  outside writes into its pages. Every load ends in bounded time, so this only delays the others.
 * Device steps run in the order of their plans. Therefore pages and slots are reused as soon as
   their request ends, although a step in flight may still write into them: whoever gets them next
   writes in a later step, and reads only what it wrote or what was registered. The overrun of an
   ended request writes at a position behind its registered pages, which are full.
 """
 
+import dataclasses
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -25,6 +28,7 @@ from dcpjax.engine.plan import Segment as Segment
 from dcpjax.engine.plan import StepPlan as StepPlan
 from dcpjax.engine.plan import StepShapes as StepShapes
 from dcpjax.engine.plan import next_segment
+from dcpjax.engine.remote_kv import KVLoad, PageHolds
 from dcpjax.engine.request import (
     FinishReason,
     Request,
@@ -82,7 +86,11 @@ class Scheduler:
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._uncommitted: deque[StepPlan] = deque()
-        self._aborted: list[TokenOutput] = []
+        self._ended: list[TokenOutput] = []  # outside a commit: aborted or failed
+        self._loads: list[KVLoad] = []  # room was made, nobody has taken them yet
+        self._landed: list[Request] = []  # not yet in a plan's ``started``
+        self._exports = PageHolds(pool)
+        self._orphans = PageHolds(pool)  # of loads whose request was aborted
         self._num_preemptions = 0
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
@@ -91,8 +99,19 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are unfinished, steps uncommitted or aborts not yet reported."""
-        return bool(self._running or self._waiting or self._uncommitted or self._aborted)
+        """Whether requests are unfinished, steps uncommitted or ends not yet reported."""
+        return bool(self._running or self._waiting or self._uncommitted or self._ended)
+
+    @property
+    def num_exports(self) -> int:
+        """Prompts whose pages are kept for other engines."""
+        return len(self._exports)
+
+    @property
+    def num_loading(self) -> int:
+        """Requests whose KV is on the way, those that were aborted meanwhile included."""
+        loading = sum(r.status is Status.LOADING for r in self._running.values())
+        return loading + len(self._orphans)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -114,7 +133,8 @@ class Scheduler:
             ContextLengthError: it could not end even if it had the whole pool.
         """
         request_id = request.request_id
-        if request_id in self._running or request_id in self._waiting:
+        holds = (self._running, self._waiting, self._orphans, self._exports)
+        if any(request_id in hold for hold in holds):
             raise RequestError("request ids are unique", param="request_id", request_id=request_id)
         pool_tokens = self._pool.num_pages * self._pool.page_size
         request.max_length = length_limit(request, self._max_model_len, pool_tokens)
@@ -123,25 +143,76 @@ class Scheduler:
     def abort(self, request_id: str) -> None:
         """End a request now; without effect on an unknown or ended one.
 
-        Its ABORT output comes with the next ``commit`` or ``take_aborted``. A step in flight may
+        Its ABORT output comes with the next ``commit`` or ``take_ended``. A step in flight may
         go on writing into its pages, see the module's invariants.
         """
         request = self._running.get(request_id) or self._waiting.get(request_id)
-        if request is not None:
-            self._aborted.append(request.output((), FinishReason.ABORT))
+        if request is None:
+            return
+        self._ended.append(request.output((), FinishReason.ABORT))
+        if request.status is Status.LOADING:
+            self._orphans.hold(request_id, request.page_ids)
+        self._finish(request)
+
+    def take_ended(self) -> list[TokenOutput]:
+        """The outputs of requests aborted or failed since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # KV of other engines
+
+    def take_loads(self) -> list[KVLoad]:
+        """Loads for which the last ``schedule`` made room, each once.
+
+        Each has to end in :meth:`land` or :meth:`fail_load`, also if its request is aborted: only
+        then are its pages used for anything else.
+        """
+        loads, self._loads = self._loads, []
+        return loads
+
+    def land(self, load: KVLoad) -> None:
+        """The KV of a load is in its pages: go on with the tokens behind it."""
+        if self._orphans.release(load.request_id):
+            return
+        request = self._running[load.request_id]
+        request.status, request.remote_kv = Status.RUNNING, None
+        request.num_scheduled = load.stop_token
+        self._residency.register(request, load.first_token, load.stop_token)
+        self._landed.append(request)
+
+    def fail_load(self, load: KVLoad, *, error: str | None) -> None:
+        """Nothing writes into the pages of a load any more, and what is there cannot be used.
+
+        Args:
+            error: ends the request with this message; None: its prompt is computed here.
+        """
+        if self._orphans.release(load.request_id):
+            return
+        request = self._running[load.request_id]
+        request.remote_kv = None
+        if error is None:
+            self._requeue(request)
+        else:
+            self._ended.append(
+                dataclasses.replace(request.output((), FinishReason.ERROR), error=error)
+            )
             self._finish(request)
 
-    def take_aborted(self) -> list[TokenOutput]:
-        """The outputs of requests aborted since the last call."""
-        aborted, self._aborted = self._aborted, []
-        return aborted
+    def export_pages(self, request_id: str) -> tuple[int, ...] | None:
+        """The pages kept for another engine, from the beginning of the prompt."""
+        return self._exports.get(request_id)
+
+    def end_export(self, request_id: str) -> bool:
+        """The pages of a prompt are not needed by another engine any more."""
+        return self._exports.release(request_id)
 
     def schedule(self) -> StepPlan | Drain | None:
         """Plan the next step; at most one step is uncommitted when it is called.
 
         Returns:
             None when there is nothing to compute before the step in flight is committed, and
-            without one only when no request is left. DRAIN, with nothing changed, when a request
+            without one only when no request is left or all of them wait for the end of loads or
+            exports. DRAIN, with nothing changed, when a request
             must be preempted but a step is in flight.
         """
         assert len(self._uncommitted) <= 1, "a third step was planned before the first's commit"
@@ -154,18 +225,19 @@ class Scheduler:
         ready = [request for request in self._running.values() if request.can_continue]
         generating = [request for request in ready if request.num_uncomputed == 1]
         prompts = [request for request in ready if request.num_uncomputed > 1]
-        admissions = self._admissible(self._shapes.max_prefill_rows - len(prompts))
+        admissions, loading = self._admissible(self._shapes.max_prefill_rows - len(prompts))
         remaining = [item.num_uncomputed for item in [*prompts, *admissions]]
         rows, width = self._shapes.best_prefill(remaining)
-        started = self._start(admissions[: max(rows - len(prompts), 0)])
+        started = self._start(admissions[: max(rows - len(prompts), 0)], loading)
         plan = StepPlan(
             decode=tuple(next_segment(request, 1) for request in generating),
             prefill=tuple(next_segment(request, width) for request in [*prompts[:rows], *started]),
             prefill_width=width,
-            started=tuple(started),
+            started=(*self._landed, *started),
         )
         if not plan.segments:
             return None
+        self._landed = []
         self._uncommitted.append(plan)
         return plan
 
@@ -182,7 +254,7 @@ class Scheduler:
             logprobs: the same shape; empty entries where a request asked for none.
 
         Returns:
-            what each request gained, after the outputs of requests aborted meanwhile.
+            what each request gained, after the outputs of requests aborted or failed meanwhile.
         """
         assert self._uncommitted and self._uncommitted[0] is plan, "plans are committed in order"
         self._uncommitted.popleft()
@@ -192,23 +264,24 @@ class Scheduler:
         for segment in plan.segments:
             if segment.request.status is Status.RUNNING:
                 self._residency.register(segment.request, segment.start, segment.stop)
-        outputs = self.take_aborted()
+        outputs = self.take_ended()
         for segment, tokens, details in zip(plan.sampling, sampled, logprobs, strict=True):
             if segment.request.status is Status.RUNNING:
                 outputs.append(self._append(segment.request, tokens, details))
         return outputs
 
     def check_integrity(self) -> None:
-        """Assert that slots and pages are held by running requests and by nobody else."""
+        """Assert that slots and pages are held by running requests, loads and exports alone."""
         running = list(self._running.values())
         slots = [request.slot for request in running]
         assert not {None, *self._free_slots}.intersection(slots), "a running request has no slot"
         assert len(set(slots)) == len(slots), "two requests have the same slot"
         assert not any(r.page_ids for r in self._waiting.values()), "a waiting request has pages"
         held = {page for request in running for page in request.page_ids}
+        held |= self._exports.pages | self._orphans.pages
         in_use = self._pool.num_pages - self._pool.num_available
-        assert len(held) == in_use, f"{in_use} pages are held, {len(held)} by running requests"
-        self._pool.check_integrity(is_idle=not running)
+        assert len(held) == in_use, f"{in_use} pages are held, {len(held)} by somebody known"
+        self._pool.check_integrity(is_idle=not held)
 
     # Pages run out
 
@@ -219,45 +292,73 @@ class Scheduler:
         # The latest goes first even if it is the one in need: the oldest is never preempted for a
         # younger one, and alone it has all pages, which suffice or add() would have refused it.
         while self._num_missing_pages() > self._pool.num_available:
-            assert len(self._running) > 1, "a request alone does not fit into the pool"
-            request = self._running[next(reversed(self._running))]
+            candidates = (r for r in reversed(self._running.values()) if r.status is Status.RUNNING)
+            request = next(candidates)
+            is_alone = len(self._running) == 1 and not self._exports and not self._orphans
+            assert not is_alone, "a request alone does not fit into the pool"
             assert not request.num_pending, "a request with a token in flight is preempted"
-            self._release(request)
-            request.status = Status.WAITING
             request.num_preemptions += 1
             self._num_preemptions += 1
-            self._waiting[request.request_id] = request
-            self._waiting.move_to_end(request.request_id, last=False)
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Back to the head of the queue, without pages."""
+        self._release(request)
+        request.status = Status.WAITING
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
 
     # Start
 
-    def _admissible(self, max_requests: int) -> list[Admission]:
+    def _admissible(self, max_prompts: int) -> tuple[list[Admission], list[Admission]]:
         """The first waiting requests that can start together, in order; changes nothing.
 
         One page per running request stays available, else the newcomer would soon be preempted.
+
+        Returns:
+            those to compute, at most ``max_prompts``, and those whose KV is to be loaded.
         """
-        admissions: list[Admission] = []
+        prompts: list[Admission] = []
+        loading: list[Admission] = []
         spent = 0
         for request in self._waiting.values():
-            if len(admissions) >= min(max_requests, len(self._free_slots)):
+            num_started = len(prompts) + len(loading)
+            is_load = request.remote_kv is not None
+            if num_started == len(self._free_slots) or not (is_load or len(prompts) < max_prompts):
                 break
             admission = self._residency.admission(request)
             spent += admission.cost
-            reserved = len(self._running) + len(admissions)
-            if spent + reserved > self._pool.num_available:
+            if spent + len(self._running) + num_started > self._pool.num_available:
                 break
-            admissions.append(admission)
-        return admissions
+            (loading if is_load else prompts).append(admission)
+        return prompts, loading
 
-    def _start(self, admissions: list[Admission]) -> list[Request]:
-        self._residency.admit(admissions)
-        started = [admission.request for admission in admissions]
-        for request in started:
+    def _start(self, prompts: list[Admission], loading: list[Admission]) -> list[Request]:
+        """Give pages and slots; the requests to compute are returned."""
+        self._residency.admit([*prompts, *loading])
+        for admission in [*prompts, *loading]:
+            request = admission.request
             request.slot = heapq.heappop(self._free_slots)
             request.status = Status.RUNNING
             self._running[request.request_id] = self._waiting.pop(request.request_id)
             self._count_start(request)
-        return started
+        for admission in loading:
+            self._begin_load(admission.request)
+        return [admission.request for admission in prompts]
+
+    def _begin_load(self, request: Request) -> None:
+        assert request.remote_kv is not None, "a request without remote KV is loaded"
+        request.status = Status.LOADING
+        self._loads.append(
+            KVLoad(
+                request_id=request.request_id,
+                remote=request.remote_kv,
+                page_ids=tuple(request.page_ids),
+                first_token=request.num_cached,
+                # The last token is computed here: its logits are wanted.
+                stop_token=max(request.num_tokens - 1, request.num_cached),
+            )
+        )
 
     def _count_start(self, request: Request) -> None:
         if request.num_cached_at_start is not None:
@@ -278,14 +379,17 @@ class Scheduler:
         accepted, reason, stop_token = request.append(tokens)
         self._num_generation_tokens += len(accepted)
         if reason is not None:
+            if request.exports_kv:
+                num_pages = self._pool.num_pages_for(len(request.prompt_token_ids))
+                self._exports.hold(request.request_id, request.page_ids[:num_pages])
             self._finish(request)
         return request.output(accepted, reason, stop_token, logprobs[: len(accepted)])
 
     def _finish(self, request: Request) -> None:
-        if request.status is Status.RUNNING:
-            self._release(request)
-        else:
+        if request.status is Status.WAITING:
             del self._waiting[request.request_id]
+        else:
+            self._release(request)
         request.status = Status.FINISHED
 
     def _release(self, request: Request) -> None:
@@ -293,4 +397,5 @@ class Scheduler:
         assert request.slot is not None, "a running request has no slot"
         heapq.heappush(self._free_slots, request.slot)
         request.slot = None
+        self._landed = [other for other in self._landed if other is not request]
         self._residency.release(request)

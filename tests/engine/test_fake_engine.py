@@ -35,7 +35,7 @@ class CountUpScheduler:
         plan = self._scheduler.schedule()
         before, self._in_flight = self._in_flight, None if isinstance(plan, Drain) else plan
         if before is None:
-            return self._scheduler.take_aborted()
+            return self._scheduler.take_ended()
         tokens = [[(segment.request.token_ids[-1] + 1) % VOCAB_SIZE] for segment in before.sampling]
         return self._scheduler.commit(before, tokens)
 

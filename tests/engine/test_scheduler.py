@@ -360,9 +360,9 @@ def test_an_abort_ends_a_request_once(num_steps: int) -> None:
     for name in ("a", "a", "unknown"):
         scheduler.abort(name)
     assert scheduler.has_work and request.status is Status.FINISHED
-    [output] = scheduler.take_aborted()
+    [output] = scheduler.take_ended()
     assert (output.request_id, output.finish_reason) == ("a", FinishReason.ABORT)
-    assert scheduler.take_aborted() == [] and not scheduler.has_work
+    assert scheduler.take_ended() == [] and not scheduler.has_work
     assert pool.num_available == 16
     scheduler.check_integrity()
 

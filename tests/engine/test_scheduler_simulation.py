@@ -20,6 +20,7 @@ from dcpjax.cache import prefix
 from dcpjax.cache.prefix import PagePool
 from dcpjax.engine import residency
 from dcpjax.engine.request import FinishReason, Request, SamplingParams, Status, TokenOutput
+from dcpjax.engine.remote_kv import KVLoad, RemoteKV
 from dcpjax.engine.residency import Residency
 from dcpjax.engine.scheduler import Drain, Scheduler, Segment, StepPlan, StepShapes
 
@@ -27,6 +28,7 @@ VOCAB = 13
 EOS = 0
 SHAPES = StepShapes(decode_rows=(1, 2, 4), prefill=((1, 4), (3, 4), (1, 16)), fixed_cost=4)
 MAX_MODEL_LEN = 64
+ELSEWHERE = RemoteKV("engine", "request", "localhost", 1, (), 0)
 
 
 def root(salt: str) -> int:
@@ -139,6 +141,10 @@ class World:
     abort_rate: float = 0.05
     look_ahead: bool = True
     caching: bool = True
+    load_rate: float = 0.0  # requests whose prompt was computed by another engine
+    failure_rate: float = 0.0  # of loads
+    recomputes: bool = False  # what cannot be loaded; else the request fails
+    export_rate: float = 0.0
     check: bool = True  # integrity after each call; off to see what the device itself notices
 
     @property
@@ -164,6 +170,9 @@ class Simulation:
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[TokenOutput]] = defaultdict(list)
         self.num_drains = 0
+        self.loads: list[KVLoad] = []
+        self.num_landed = 0
+        self.exports: dict[str, Request] = {}
 
     def run(self) -> "Simulation":
         in_flight: tuple[StepPlan, list[list[int]]] | None = None
@@ -179,14 +188,19 @@ class Simulation:
                 in_flight = self.commit(in_flight)
                 continue
             dispatched = None if plan is None else (plan, self.device.run(plan))
-            assert dispatched or in_flight or not self.alive(), "requests wait for nothing"
+            self.loads += self.scheduler.take_loads()
+            others = self.loads or self.exports
+            assert dispatched or in_flight or others or not self.alive(), "they wait for nothing"
             self.arrive_and_abort()
             in_flight = self.commit(in_flight)
             if self.world.look_ahead:
                 in_flight = dispatched
             else:
                 self.commit(dispatched)
-            self.collect(self.scheduler.take_aborted())
+            self.other_engines()
+            self.collect(self.scheduler.take_ended())
+        while self.loads or self.exports:
+            self.other_engines()
         self.pool.check_integrity(is_idle=True)
         self.check_outputs()
         return self
@@ -206,6 +220,45 @@ class Simulation:
             self.scheduler.abort(self.rng.choice(list(self.requests)))  # ended ones too
         self.check()
 
+    def other_engines(self) -> None:
+        """What happens outside: a load ends, or an export is not needed any more."""
+        if self.loads and self.rng.random() < 0.4:
+            load = self.loads.pop(self.rng.randrange(len(self.loads)))
+            if fails := self.rng.random() < self.world.failure_rate:
+                error = None if self.world.recomputes else "the other engine is gone"
+                self.move(load, garbage=True)
+                self.scheduler.fail_load(load, error=error)
+            else:
+                self.move(load)
+                self.scheduler.land(load)
+            self.num_landed += not fails
+            self.check()
+        if self.exports and self.rng.random() < 0.3:
+            request = self.exports.pop(self.rng.choice(list(self.exports)))
+            self.check_export(request)
+            assert self.scheduler.end_export(request.request_id)
+            assert not self.scheduler.end_export(request.request_id)
+            self.check()
+
+    def move(self, load: KVLoad, *, garbage: bool = False) -> None:
+        """Write into the pages of the load as the other engine's transfer does."""
+        request = self.requests[load.request_id]
+        digest = root(request.cache_salt)
+        for position, token in enumerate(request.prompt_token_ids[: load.stop_token]):
+            before, digest = digest, after(digest, token)
+            if position >= load.first_token:
+                page = load.page_ids[position // self.world.page_size]
+                cell = page, position % self.world.page_size
+                self.device.cells[cell] = (-1, -1) if garbage else (before, digest)
+
+    def check_export(self, request: Request) -> None:
+        pages = self.scheduler.export_pages(request.request_id)
+        digest = root(request.cache_salt)
+        for position, token in enumerate(request.prompt_token_ids):
+            digest = after(digest, token)
+            page, offset = divmod(position, self.world.page_size)
+            assert self.device.cells[pages[page], offset][1] == digest, "an export was overwritten"
+
     def commit(self, step: tuple[StepPlan, list[list[int]]] | None) -> None:
         if step is not None:
             self.collect(self.scheduler.commit(*step))
@@ -221,6 +274,10 @@ class Simulation:
             assert not earlier or earlier[-1].finish_reason is None, "an output after the last one"
             assert not earlier or output.num_cached_tokens == 0, "cached tokens are reported once"
             earlier.append(output)
+            request = self.requests[output.request_id]
+            ended_well = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            if request.exports_kv and ended_well:
+                self.exports[request.request_id] = request
 
     def new_request(self) -> Request:
         rng, longest = self.rng, self.world.max_length
@@ -238,6 +295,8 @@ class Simulation:
             ),
             eos_token_ids=frozenset({EOS}),
             cache_salt=rng.choice(("", "", "s")),
+            remote_kv=ELSEWHERE if rng.random() < self.world.load_rate else None,
+            exports_kv=rng.random() < self.world.export_rate,
         )
 
     def new_prompt(self) -> list[int]:
@@ -254,7 +313,7 @@ class Simulation:
             tokens = [token for output in self.outputs[request_id] for token in output.token_ids]
             reason = self.outputs[request_id][-1].finish_reason
             expected, expected_reason = alone(request, self.world.max_length)
-            if reason is FinishReason.ABORT:
+            if reason in (FinishReason.ABORT, FinishReason.ERROR):
                 assert tokens == expected[: len(tokens)]
             else:
                 assert (tokens, reason) == (expected, expected_reason)
@@ -272,6 +331,10 @@ class Simulation:
         abort_rate=st.sampled_from((0, 0.05, 0.3)),
         look_ahead=st.booleans(),
         caching=st.booleans(),
+        load_rate=st.sampled_from((0, 0.5, 1.0)),
+        failure_rate=st.sampled_from((0, 0.3)),
+        recomputes=st.booleans(),
+        export_rate=st.sampled_from((0, 0, 0.5)),
     )
 )
 def test_every_request_yields_what_it_yields_alone(world: World) -> None:
@@ -279,11 +342,13 @@ def test_every_request_yields_what_it_yields_alone(world: World) -> None:
 
 
 def test_the_simulation_reaches_what_it_is_meant_to_test() -> None:
-    runs = [Simulation(World(seed)).run() for seed in range(30)]
+    exchange = {"load_rate": 0.3, "failure_rate": 0.2, "export_rate": 0.2}
+    runs = [Simulation(World(seed, **exchange)).run() for seed in range(30)]
     stats = [run.scheduler.stats() for run in runs]
     assert sum(s.num_preemptions for s in stats) > 10
     assert sum(s.num_prefix_hits for s in stats) > 100
     assert sum(run.num_drains for run in runs) > 5
+    assert sum(run.num_landed for run in runs) > 30
     reasons = {run.outputs[i][-1].finish_reason for run in runs for i in run.requests}
     assert reasons == set(FinishReason)
     rows_and_widths = set().union(*(run.device.shapes_seen for run in runs))

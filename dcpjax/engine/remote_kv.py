@@ -1,0 +1,79 @@
+"""KV that another engine computed or will read. Host only, no addresses.
+
+A *load* brings the KV of a prompt into pages of this engine; an *export* keeps the pages of a
+prompt that was computed here until another engine has them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dcpjax.cache.prefix import PagePool
+
+
+@dataclass(frozen=True)
+class RemoteKV:
+    """Where the KV of a prompt waits: in the pages ``page_ids`` of another engine.
+
+    Attributes:
+        engine_id: identity of the process that computed it; a restarted one has another.
+        request_id: under which that engine keeps the pages.
+        host, port: its side channel.
+        page_ids: from the beginning of the prompt, one per virtual page of that engine.
+        num_tokens: tokens of the prompt that it computed.
+    """
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    page_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class KVLoad:
+    """Room was made for the tokens ``[first_token, stop_token)`` of a request; nothing moved yet.
+
+    ``page_ids`` are those of this engine, from the beginning of the sequence.
+    """
+
+    request_id: str
+    remote: RemoteKV
+    page_ids: tuple[int, ...]
+    first_token: int
+    stop_token: int
+
+
+class PageHolds:
+    """Pages that somebody outside the scheduler still reads or writes, by the name of the hold."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._pages: dict[str, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pages)
+
+    @property
+    def pages(self) -> set[int]:
+        return {page for pages in self._pages.values() for page in pages}
+
+    def get(self, name: str) -> tuple[int, ...] | None:
+        return self._pages.get(name)
+
+    def hold(self, name: str, pages: Sequence[int]) -> tuple[int, ...]:
+        """Keep pages, which somebody else holds now, until :meth:`release`."""
+        assert name not in self._pages, f"pages are already held for {name}"
+        self._pool.share(pages)
+        self._pages[name] = tuple(pages)
+        return self._pages[name]
+
+    def release(self, name: str) -> bool:
+        """Give the pages up. False: there was no such hold."""
+        pages = self._pages.pop(name, None)
+        if pages is not None:
+            self._pool.release(pages)
+        return pages is not None
