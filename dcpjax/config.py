@@ -7,7 +7,7 @@ Every field of :class:`EngineConfig` is also an option of ``dcpjax serve`` and a
 import dataclasses
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args, get_origin
 
@@ -21,6 +21,11 @@ CommBackend = Literal["ag_rs", "a2a"]
 PrefillGather = Literal["none", "q"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "gpu"]
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+KVConnector = Literal[
+    "NixlConnector", "NeuronNixlConnector", "MooncakeConnector", "InProcessConnector"
+]
+LoadFailurePolicy = Literal["fail", "recompute"]
 
 
 def has_type(value: Any, annotation: Any) -> bool:
@@ -43,6 +48,15 @@ def has_type(value: Any, annotation: Any) -> bool:
     if isinstance(value, bool):
         return annotation is bool
     return isinstance(value, int | float if annotation is float else annotation)
+
+
+def check_types(settings: Any) -> None:
+    """Raise ConfigError for the first field of a dataclass whose value has another type."""
+    for item in dataclasses.fields(settings):
+        value = getattr(settings, item.name)
+        if not has_type(value, item.type):
+            rule = f"{item.name} is {type_words(item.type)}"
+            raise ConfigError(rule, **{item.name: value})
 
 
 def type_words(annotation: Any) -> str:
@@ -70,6 +84,7 @@ class _Rule:
 _COUNT = _Rule(lambda value: value >= 1, "at least 1")
 _SEED = _Rule(lambda value: 0 <= value < 2**63, "in [0, 2**63)")
 _FILLED = _Rule(bool, "not empty")
+_PORT = _Rule(lambda value: 0 <= value <= 65535, "in [0, 65535], 0 for any free one")
 _POSITIVE = _Rule(lambda value: 0 < value < math.inf, "a finite number above 0")  # NaN is not
 
 
@@ -139,6 +154,85 @@ def _option(default: Any, help: str, *flags: str, **extra: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class KVTransferConfig:
+    """How an engine hands KV to other engines or takes it from them.
+
+    The names are those of vLLM's ``--kv-transfer-config``; what it puts into
+    ``kv_connector_extra_config`` are plain fields here, all times in seconds.
+
+    Attributes:
+        kv_role: kv_producer computes prompts for others, kv_consumer goes on with them.
+        engine_id: identity of this process; default: a new one for each start.
+        kv_load_failure_policy: what happens to a request whose KV cannot be loaded.
+        kv_ip, kv_port: where the side channel listens; port 0 is any free one.
+        advertised_ip: address that other engines use, default ``kv_ip``.
+        backends: NIXL plugins, e.g. UCX, or LIBFABRIC for EFA.
+        kv_lease_duration: for how long pages are kept for an engine that does not ask again.
+        kv_lease_extension: what each of its heartbeats adds at least, counted from then.
+        transfer_timeout: a transfer that takes longer has failed.
+    """
+
+    kv_role: KVRole
+    kv_connector: KVConnector = "NixlConnector"
+    engine_id: str | None = None
+    kv_load_failure_policy: LoadFailurePolicy = "fail"
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 0
+    advertised_ip: str | None = None
+    backends: tuple[str, ...] = ("UCX",)
+    kv_lease_duration: float = 30.0
+    kv_lease_extension: float = 20.0
+    heartbeat_interval: float = 5.0
+    transfer_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _FILLED.check(self, "engine_id", "kv_ip", "advertised_ip", "backends")
+        _POSITIVE.check(self, "kv_lease_duration", "kv_lease_extension", "heartbeat_interval")
+        _POSITIVE.check(self, "transfer_timeout")
+        _PORT.check(self, "kv_port")
+        if self.heartbeat_interval >= self.kv_lease_extension:
+            raise ConfigError(
+                "heartbeat_interval is below kv_lease_extension",
+                heartbeat_interval=self.heartbeat_interval,
+                kv_lease_extension=self.kv_lease_extension,
+            )
+
+    @property
+    def is_producer(self) -> bool:
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def is_consumer(self) -> bool:
+        return self.kv_role != "kv_producer"
+
+    @property
+    def host(self) -> str:
+        """Where other engines find this one."""
+        return self.advertised_ip or self.kv_ip
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "KVTransferConfig":
+        """Build from a JSON object; a name that is not a setting is refused."""
+        named = dict(settings)
+        extra = named.pop("kv_connector_extra_config", None) or {}
+        if not isinstance(extra, Mapping):
+            raise ConfigError("kv_connector_extra_config is an object", value=extra)
+        named.update(cast(Mapping[str, Any], extra))
+        known = {item.name for item in dataclasses.fields(cls)}
+        if unknown := sorted(set(named) - known):
+            raise ConfigError(
+                f"unknown KV transfer setting{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
+                known=sorted(known),
+            )
+        if "kv_role" not in named:
+            raise ConfigError(f"kv_transfer_config has a kv_role: {type_words(KVRole)}")
+        if isinstance(named.get("backends"), list):
+            named["backends"] = tuple(named["backends"])
+        return cls(**named)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All settings of one engine. Construction validates everything that needs no model."""
 
@@ -156,8 +250,10 @@ class EngineConfig:
     prefill_context_parallel_size: int = _option(
         1, "ranks that share the prompt's tokens; only 1 is there yet", "-pcp"
     )
-    cp_kv_cache_interleave_size: int = _option(
-        1, "consecutive tokens that stay on one DCP rank; divides the block size"
+    cp_kv_cache_interleave_size: int | None = _option(
+        None,
+        "consecutive tokens that stay on one DCP rank; divides the block size. Default: 1, and the "
+        "block size where KV is transferred",
     )
     dcp_comm_backend: CommBackend = _option(
         "ag_rs", "exchange of partial attention: all-gather + reduce-scatter, or all-to-all"
@@ -177,19 +273,23 @@ class EngineConfig:
     skip_tokenizer_init: bool = _option(False, "token ids in, token ids out")
     device: Device = _option("auto", "where to run")
     seed: int = _option(0, "seed of sampling without a seed of its own, and of dummy weights")
+    kv_transfer_config: KVTransferConfig | None = _option(
+        None, "how KV is handed to or taken from other engines, as JSON: '{\"kv_role\": …}'"
+    )
+    apply_prefill_dcp: bool = _option(
+        False, "order the ranks as a prefill engine with DCP on Neuron does: DCP is the slow axis"
+    )
 
     def __post_init__(self) -> None:
+        check_types(self)
         for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if not has_type(value, item.type):
-                rule = f"{item.name} is {type_words(item.type)}"
-                raise ConfigError(rule, **{item.name: value})
             if item.type in (int, int | None) and item.name != "seed":
                 _COUNT.check(self, item.name)
         _SEED.check(self, "seed")
         _FILLED.check(self, "model")
         self._check_context_parallelism()
         self._check_step_size()
+        self._check_prefill_order()
 
     def _check_context_parallelism(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -199,10 +299,10 @@ class EngineConfig:
                 tensor_parallel_size=tp,
                 decode_context_parallel_size=dcp,
             )
-        if self.block_size % self.cp_kv_cache_interleave_size:
+        if self.block_size % self.interleave:
             raise ConfigError(
                 "cp_kv_cache_interleave_size divides block_size",
-                cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
+                cp_kv_cache_interleave_size=self.interleave,
                 block_size=self.block_size,
             )
         if self.dcp_comm_backend == "a2a" and dcp == 1:
@@ -223,16 +323,32 @@ class EngineConfig:
                 prefill_context_parallel_size=self.prefill_context_parallel_size,
             )
 
+    def _check_prefill_order(self) -> None:
+        transfer = self.kv_transfer_config
+        if self.apply_prefill_dcp and (transfer is None or transfer.kv_role != "kv_producer"):
+            raise UnsupportedCombination(
+                "apply_prefill_dcp orders the ranks for prefill alone, so it needs a "
+                "kv_transfer_config with kv_role='kv_producer'",
+                kv_role=None if transfer is None else transfer.kv_role,
+            )
+
     def _check_step_size(self) -> None:
-        stripe = self.decode_context_parallel_size * self.cp_kv_cache_interleave_size
+        stripe = self.decode_context_parallel_size * self.interleave
         if stripe > self.max_num_batched_tokens:
             raise ConfigError(
                 "max_num_batched_tokens is at least decode_context_parallel_size times "
                 "cp_kv_cache_interleave_size, the least that gives every rank as many tokens",
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 decode_context_parallel_size=self.decode_context_parallel_size,
-                cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
+                cp_kv_cache_interleave_size=self.interleave,
             )
+
+    @property
+    def interleave(self) -> int:
+        """I: consecutive tokens that stay on one DCP rank."""
+        if self.cp_kv_cache_interleave_size is not None:
+            return self.cp_kv_cache_interleave_size
+        return 1 if self.kv_transfer_config is None else self.block_size
 
     @property
     def head_groups(self) -> int:
@@ -246,7 +362,13 @@ class EngineConfig:
 
     @classmethod
     def from_settings(cls, model: str, settings: dict[str, Any]) -> "EngineConfig":
-        """Build from keyword settings; a name that is not a setting is refused."""
+        """Build from keyword settings; a name that is not a setting is refused.
+
+        ``additional_config`` is an object with settings that other systems do not have as options
+        of their own; here they are settings like all others.
+        """
+        settings = dict(settings)
+        settings.update(settings.pop("additional_config", None) or {})
         known = {item.name for item in dataclasses.fields(cls)} - {"model"}
         unknown = sorted(set(settings) - known)
         if unknown:
@@ -254,6 +376,10 @@ class EngineConfig:
                 f"unknown setting{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
                 known=sorted(known),
             )
+        transfer = settings.get("kv_transfer_config")
+        if isinstance(transfer, Mapping):
+            transfer = KVTransferConfig.from_settings(cast(Mapping[str, Any], transfer))
+            settings["kv_transfer_config"] = transfer
         return cls(model=model, **settings)
 
 
@@ -271,7 +397,7 @@ def broken_neuron_rules(
         transfers_kv: the engine sends its cache to another engine or receives it.
     """
     tp, dcp = config.tensor_parallel_size, config.decode_context_parallel_size
-    interleave, page = config.cp_kv_cache_interleave_size, config.block_size
+    interleave, page = config.interleave, config.block_size
     kv_heads, heads = model.num_kv_heads, model.num_heads
     rules: list[tuple[bool, str, dict[str, int]]] = [
         (tp > kv_heads, "tp is larger than kv_heads", {"tp": tp, "kv_heads": kv_heads}),

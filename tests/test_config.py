@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import pytest
 
-from dcpjax.config import EngineConfig, ModelConfig, RopeScaling, has_type
-from dcpjax.errors import ConfigError
+from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig, RopeScaling, has_type
+from dcpjax.errors import ConfigError, UnsupportedCombination
 
 MODEL: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
@@ -133,3 +133,62 @@ def test_rope_scalings_that_make_no_sense(change: dict[str, Any]) -> None:
 )
 def test_types(annotation: Any, yes: list[Any], no: list[Any]) -> None:
     assert [value for value in yes + no if has_type(value, annotation)] == yes
+
+
+# KV transfer
+
+PRODUCER = {"kv_role": "kv_producer"}
+
+
+def test_a_kv_transfer_config_may_be_written_as_other_systems_write_it() -> None:
+    extra = {"backends": ["LIBFABRIC"], "kv_lease_duration": 7.5}
+    settings = {"kv_role": "kv_both", "kv_port": 5600, "kv_connector_extra_config": extra}
+    config = EngineConfig.from_settings("m", {"kv_transfer_config": settings}).kv_transfer_config
+    assert config == KVTransferConfig(
+        "kv_both", kv_port=5600, backends=("LIBFABRIC",), kv_lease_duration=7.5
+    )
+    assert config.is_producer and config.is_consumer
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({}, "has a kv_role: one of kv_producer"),
+        ({"kv_role": "both"}, "kv_role is one of"),
+        ({**PRODUCER, "kv_connector": "LMCache"}, "kv_connector is one of"),
+        ({**PRODUCER, "kv_rank": 0}, "unknown KV transfer setting kv_rank"),
+        ({**PRODUCER, "kv_connector_extra_config": []}, None),
+        ({**PRODUCER, "kv_connector_extra_config": [1]}, "is an object"),
+        ({**PRODUCER, "kv_connector_extra_config": {"ucx": 1}}, "unknown KV transfer setting ucx"),
+        ({**PRODUCER, "kv_port": 65536}, "kv_port is in"),
+        ({**PRODUCER, "kv_port": "1"}, "kv_port is of type int"),
+        ({**PRODUCER, "kv_lease_duration": 0}, "kv_lease_duration is a finite number above 0"),
+        ({**PRODUCER, "heartbeat_interval": 20}, "heartbeat_interval is below kv_lease_extension"),
+        ({**PRODUCER, "engine_id": ""}, "engine_id is not empty"),
+        ({**PRODUCER, "backends": []}, "backends is not empty"),
+        ({**PRODUCER, "backends": "UCX"}, "backends is"),
+    ],
+)
+def test_kv_transfer_settings(settings: dict[str, Any], rule: str | None) -> None:
+    if rule is None:
+        KVTransferConfig.from_settings(settings)
+        return
+    with pytest.raises(ConfigError, match=rule):
+        EngineConfig.from_settings("m", {"kv_transfer_config": settings})
+
+
+@pytest.mark.parametrize("chosen", [None, 4])
+def test_where_kv_is_transferred_whole_pages_stay_together(chosen: int | None) -> None:
+    settings: dict[str, Any] = {"block_size": 8, "cp_kv_cache_interleave_size": chosen}
+    assert EngineConfig.from_settings("m", settings).interleave == (chosen or 1)
+    settings["kv_transfer_config"] = PRODUCER
+    assert EngineConfig.from_settings("m", settings).interleave == (chosen or 8)
+
+
+def test_the_prefill_order_of_ranks_is_for_producers() -> None:
+    additional = {"additional_config": {"apply_prefill_dcp": True}}
+    producer = {**additional, "kv_transfer_config": PRODUCER}
+    assert EngineConfig.from_settings("m", producer).apply_prefill_dcp
+    for settings in (additional, {**additional, "kv_transfer_config": {"kv_role": "kv_both"}}):
+        with pytest.raises(UnsupportedCombination, match="apply_prefill_dcp.*kv_producer"):
+            EngineConfig.from_settings("m", settings)

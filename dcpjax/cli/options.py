@@ -1,6 +1,7 @@
 """Options from the fields of ``EngineConfig``, grouped under headings of ``--help``."""
 
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -31,6 +32,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
         "max_num_batched_tokens",
         "enable_prefix_caching",
     ),
+    "KV transfer": ("kv_transfer_config", "apply_prefill_dcp"),
 }
 _OTHER_SECTION = "Model"
 
@@ -39,6 +41,23 @@ class WrongSettings(click.ClickException):
     """Something that the user can put right; no traceback."""
 
     exit_code = 2
+
+
+class JsonObject(click.ParamType):
+    """A JSON object on the command line."""
+
+    name = "json"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Mapping[str, Any]:
+        try:
+            parsed = json.loads(value)
+        except ValueError as error:
+            self.fail(f"is no JSON: {error}", param, ctx)
+        if not isinstance(parsed, dict):
+            self.fail(f"is a JSON object, not {value[:100]!r}", param, ctx)
+        return parsed
 
 
 class SectionOption(click.Option):
@@ -85,6 +104,12 @@ def engine_options(function: Function) -> Function:
     for item in reversed(dataclasses.fields(EngineConfig)):
         if not item.metadata.get("argument"):
             function = _field_option(item)(function)
+    function = option(
+        "KV transfer",
+        "--additional-config",
+        type=JsonObject(),
+        help="further settings as a JSON object, e.g. '{\"apply_prefill_dcp\": true}'",
+    )(function)
     return click.argument("model")(function)
 
 
@@ -110,5 +135,5 @@ def _option_type(annotation: Any) -> Any:
     if get_origin(annotation) is Literal:
         return click.Choice(get_args(annotation))
     if get_origin(annotation) in (Union, types.UnionType):
-        return next(kind for kind in get_args(annotation) if kind is not types.NoneType)
-    return annotation
+        annotation = next(kind for kind in get_args(annotation) if kind is not types.NoneType)
+    return JsonObject() if dataclasses.is_dataclass(annotation) else annotation

@@ -101,7 +101,7 @@ class Engine:
             self.pool_shape,
             TokenSharding(
                 ranks=config.decode_context_parallel_size,
-                interleave=config.cp_kv_cache_interleave_size,
+                interleave=config.interleave,
                 page_size=config.block_size,
                 scratch_page=self.pool_shape.scratch_page,
             ),
@@ -121,7 +121,7 @@ class Engine:
             layers=self.model_config.num_layers,
             kv_heads=self.model_config.num_kv_heads,
             page_size=self.config.block_size,
-            interleave=self.config.cp_kv_cache_interleave_size,
+            interleave=self.config.interleave,
         )
 
     @property
@@ -197,7 +197,7 @@ class Engine:
             "kv_tokens_capacity": self.pool_shape.num_pages * self.config.virtual_page_size,
             "acceptance_length": 1.0,
             "mesh": dict(self._mesh.shape),
-            "cp_kv_cache_interleave_size": self.config.cp_kv_cache_interleave_size,
+            "cp_kv_cache_interleave_size": self.config.interleave,
             "audit": {
                 "steps": len(audits),
                 "temporary_bytes": max(audit.temporary_bytes for audit in audits),
@@ -231,7 +231,7 @@ def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
     Widths are multiples of ranks · interleave, so that every window holds as many tokens of each
     rank.
     """
-    cycle = config.decode_context_parallel_size * config.cp_kv_cache_interleave_size
+    cycle = config.decode_context_parallel_size * config.interleave
 
     def whole(width: int) -> int:
         return max(cycle, width // cycle * cycle)

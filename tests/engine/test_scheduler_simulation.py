@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from dcpjax.cache import prefix
 from dcpjax.cache.prefix import PagePool
 from dcpjax.engine import residency
-from dcpjax.engine.request import FinishReason, Request, SamplingParams, Status, TokenOutput
 from dcpjax.engine.remote_kv import KVLoad, RemoteKV
+from dcpjax.engine.request import FinishReason, Request, SamplingParams, Status, TokenOutput
 from dcpjax.engine.residency import Residency
 from dcpjax.engine.scheduler import Drain, Scheduler, Segment, StepPlan, StepShapes
 
