@@ -1,5 +1,7 @@
 """The engine: one thread, one step of look-ahead, token ids in and token ids out."""
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ from dcpjax.cache.prefix import PagePool
 from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
+from dcpjax.engine.handoff import Handoff
+from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.plan import Drain, StepShapes
 from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
@@ -17,7 +21,7 @@ from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import ConfigError, EngineDeadError, RequestError
 from dcpjax.layout import KVPlacement
-from dcpjax.mesh import HeadLayout, decode_mesh, find_devices
+from dcpjax.mesh import HeadLayout, decode_mesh, find_devices, prefill_mesh
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.llama import Sharding
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
@@ -37,7 +41,8 @@ class Engine:
         keep_compiled_programs()
         platform = None if config.device == "auto" else config.device
         devices = find_devices(config.tensor_parallel_size, platform)
-        self._mesh = decode_mesh(devices, config.decode_context_parallel_size)
+        make_mesh = prefill_mesh if config.apply_prefill_dcp else decode_mesh
+        self._mesh = make_mesh(devices, config.decode_context_parallel_size)
         self.dtype = _value_dtype(config.dtype, devices[0].platform, checkpoint.dtype)
         self._heads = HeadLayout(
             self.model_config.num_heads,
@@ -61,8 +66,11 @@ class Engine:
             self.runner = self._make_runner(model, shapes)
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
+        self._wake: Callable[[], None] = lambda: None
+        self._handoff = self._make_handoff(checkpoint)
         self._in_flight: Dispatched | None = None
         self._num_steps = 0
+        self._is_blocked = False
         self._is_dead = False
 
     def _choose_pool(self) -> PoolShape:
@@ -115,7 +123,9 @@ class Engine:
     @property
     def placement(self) -> KVPlacement:
         """Which rank holds which layers, heads and tokens of the cache."""
-        return KVPlacement.decode(
+        is_prefill_order = self.config.apply_prefill_dcp
+        make = KVPlacement.prefill_dcp if is_prefill_order else KVPlacement.decode
+        return make(
             self.config.tensor_parallel_size,
             self.config.decode_context_parallel_size,
             layers=self.model_config.num_layers,
@@ -124,9 +134,28 @@ class Engine:
             interleave=self.config.interleave,
         )
 
+    def _make_handoff(self, checkpoint: Checkpoint) -> Handoff | None:
+        config = self.config.kv_transfer_config
+        if config is None:
+            return None
+        info = EngineInfo()
+        return Handoff(info, config, lambda: self._wake())
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether :meth:`step` has nothing to do until the KV of a request arrives or is given up.
+
+        The function given to :meth:`on_wake` is called then.
+        """
+        return self._is_blocked
+
+    def on_wake(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, from any thread, when a blocked engine has something to do."""
+        self._wake = wake
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -140,7 +169,13 @@ class Engine:
         self._check_alive()
         _check_tokens(request, self.model_config.vocab_size)
         check_biases(request)
+        if self._handoff is not None:
+            self._handoff.accept(request)
+        elif request.kv_transfer_params is not None:
+            _refuse_transfer(request.kv_transfer_params)
         self.scheduler.add(request)
+        if self._handoff is not None:
+            self._handoff.expect(request)
 
     def abort(self, request_id: str) -> None:
         """End a request at any moment; its ABORT output comes with the next step."""
@@ -150,11 +185,15 @@ class Engine:
         """Dispatch the next step, then wait for the one before and commit its tokens."""
         self._check_alive()
         self._is_dead = True  # until the end: a step that was interrupted cannot be gone on from
+        if self._handoff is not None:
+            self._handoff.apply(self.scheduler)
         plan = self.scheduler.schedule()
+        self._serve_kv()
         following = None
         if plan is not None and not isinstance(plan, Drain):
             following = self.runner.dispatch(plan)
             self._num_steps += 1
+        self._is_blocked = plan is None and self._in_flight is None
         outputs = self.drain()
         self._in_flight = following
         self._is_dead = False
@@ -169,7 +208,19 @@ class Engine:
         dispatched, self._in_flight = self._in_flight, None
         if dispatched is None:
             return self.scheduler.take_ended()
-        return self.scheduler.commit(dispatched.plan, *dispatched.tokens.wait())
+        outputs = self.scheduler.commit(dispatched.plan, *dispatched.tokens.wait())
+        offers = self._serve_kv()
+        return [
+            dataclasses.replace(output, kv_transfer_params=offers.get(output.request_id))
+            if output.finish_reason is not None and offers
+            else output
+            for output in outputs
+        ]
+
+    def _serve_kv(self) -> dict[str, dict[str, Any]]:
+        """Let the handoff begin what the scheduler wants; the offers of new exports, by request."""
+        events = self.scheduler.take_kv_events()
+        return {} if self._handoff is None else self._handoff.serve(events)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their pages."""
@@ -214,6 +265,8 @@ class Engine:
         if self._in_flight is not None:
             self._in_flight.tokens.wait()
             self._in_flight = None
+        if self._handoff is not None:
+            self._handoff.close()  # nothing outside touches the pool afterwards
         self.runner.close()
 
 
@@ -276,3 +329,11 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
                 lowest=min(tokens),
                 highest=max(tokens),
             )
+
+
+def _refuse_transfer(params: Mapping[str, Any]) -> None:
+    if KVTransferParams.read(params).asks_for_transfer:
+        raise RequestError(
+            "an engine without --kv-transfer-config neither sends nor loads KV",
+            param="kv_transfer_params",
+        )

@@ -5,7 +5,7 @@ prompt that was computed here until another engine has them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dcpjax.cache.prefix import PagePool
 
@@ -44,6 +44,30 @@ class KVLoad:
     stop_token: int
 
 
+@dataclass(frozen=True)
+class KVExport:
+    """The first ``num_tokens`` tokens of a finished request are kept in these pages."""
+
+    request_id: str
+    page_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass
+class KVEvents:
+    """What the scheduler wants of other engines, each told once.
+
+    Attributes:
+        loads: to begin.
+        exports: to offer.
+        unwanted: requests that ended, by id, and whose KV elsewhere was not even asked for.
+    """
+
+    loads: list[KVLoad] = field(default_factory=list[KVLoad])
+    exports: list[KVExport] = field(default_factory=list[KVExport])
+    unwanted: dict[str, RemoteKV] = field(default_factory=dict[str, RemoteKV])
+
+
 class PageHolds:
     """Pages that somebody outside the scheduler still reads or writes, by the name of the hold."""
 
@@ -60,9 +84,6 @@ class PageHolds:
     @property
     def pages(self) -> set[int]:
         return {page for pages in self._pages.values() for page in pages}
-
-    def get(self, name: str) -> tuple[int, ...] | None:
-        return self._pages.get(name)
 
     def hold(self, name: str, pages: Sequence[int]) -> tuple[int, ...]:
         """Keep pages, which somebody else holds now, until :meth:`release`."""

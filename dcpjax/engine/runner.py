@@ -27,6 +27,7 @@ from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, gather_logits, 
 from dcpjax.errors import AuditError
 from dcpjax.mesh import ALL_RANKS
 from dcpjax.models.weights import PlacedModel
+from dcpjax.transfer.memory import RankMemory
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,14 @@ class Runner:
     @property
     def pool(self) -> Array:
         return self._pool
+
+    @property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Where each rank's pages lie, by rank. The audit proves that they stay there."""
+        shards = {shard.device: shard.data for shard in self._pool.addressable_shards}
+        return tuple(
+            _memory(shards[device], index) for index, device in enumerate(self._mesh.devices.flat)
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -230,6 +239,19 @@ def _rows(plan: StepPlan, shape: StepShape) -> list[tuple[int, Segment]]:
     """The plan's segments with their rows in the step."""
     decode = list(enumerate(plan.decode))
     return decode + list(enumerate(plan.prefill, start=shape.decode_rows))
+
+
+def _memory(share: Array, index: int) -> RankMemory:
+    num_pages, num_layers, num_heads, page_size, width = share.shape
+    return RankMemory.dense(
+        share.unsafe_buffer_pointer(),
+        num_pages=num_pages - 1,  # the last one is the scratch page
+        num_layers=num_layers,
+        num_heads=num_heads,
+        page_size=page_size,
+        token_bytes=width * share.dtype.itemsize,
+        device_id=0 if share.device.platform == "cpu" else index,
+    )
 
 
 def _addresses(array: Array) -> list[int]:

@@ -28,7 +28,7 @@ from dcpjax.engine.plan import Segment as Segment
 from dcpjax.engine.plan import StepPlan as StepPlan
 from dcpjax.engine.plan import StepShapes as StepShapes
 from dcpjax.engine.plan import next_segment
-from dcpjax.engine.remote_kv import KVLoad, PageHolds
+from dcpjax.engine.remote_kv import KVEvents, KVExport, KVLoad, PageHolds
 from dcpjax.engine.request import (
     FinishReason,
     Request,
@@ -87,7 +87,7 @@ class Scheduler:
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._uncommitted: deque[StepPlan] = deque()
         self._ended: list[TokenOutput] = []  # outside a commit: aborted or failed
-        self._loads: list[KVLoad] = []  # room was made, nobody has taken them yet
+        self._kv_events = KVEvents()
         self._landed: list[Request] = []  # not yet in a plan's ``started``
         self._exports = PageHolds(pool)
         self._orphans = PageHolds(pool)  # of loads whose request was aborted
@@ -152,6 +152,8 @@ class Scheduler:
         self._ended.append(request.output((), FinishReason.ABORT))
         if request.status is Status.LOADING:
             self._orphans.hold(request_id, request.page_ids)
+        elif request.remote_kv is not None:
+            self._kv_events.unwanted[request_id] = request.remote_kv
         self._finish(request)
 
     def take_ended(self) -> list[TokenOutput]:
@@ -161,14 +163,14 @@ class Scheduler:
 
     # KV of other engines
 
-    def take_loads(self) -> list[KVLoad]:
-        """Loads for which the last ``schedule`` made room, each once.
+    def take_kv_events(self) -> KVEvents:
+        """What is wanted of other engines since the last call.
 
-        Each has to end in :meth:`land` or :meth:`fail_load`, also if its request is aborted: only
-        then are its pages used for anything else.
+        Each load has to end in :meth:`land` or :meth:`fail_load`, also if its request is aborted,
+        and each export in :meth:`end_export`: only then are the pages used for anything else.
         """
-        loads, self._loads = self._loads, []
-        return loads
+        events, self._kv_events = self._kv_events, KVEvents()
+        return events
 
     def land(self, load: KVLoad) -> None:
         """The KV of a load is in its pages: go on with the tokens behind it."""
@@ -197,10 +199,6 @@ class Scheduler:
                 dataclasses.replace(request.output((), FinishReason.ERROR), error=error)
             )
             self._finish(request)
-
-    def export_pages(self, request_id: str) -> tuple[int, ...] | None:
-        """The pages kept for another engine, from the beginning of the prompt."""
-        return self._exports.get(request_id)
 
     def end_export(self, request_id: str) -> bool:
         """The pages of a prompt are not needed by another engine any more."""
@@ -349,7 +347,7 @@ class Scheduler:
     def _begin_load(self, request: Request) -> None:
         assert request.remote_kv is not None, "a request without remote KV is loaded"
         request.status = Status.LOADING
-        self._loads.append(
+        self._kv_events.loads.append(
             KVLoad(
                 request_id=request.request_id,
                 remote=request.remote_kv,
@@ -380,10 +378,15 @@ class Scheduler:
         self._num_generation_tokens += len(accepted)
         if reason is not None:
             if request.exports_kv:
-                num_pages = self._pool.num_pages_for(len(request.prompt_token_ids))
-                self._exports.hold(request.request_id, request.page_ids[:num_pages])
+                self._export(request)
             self._finish(request)
         return request.output(accepted, reason, stop_token, logprobs[: len(accepted)])
+
+    def _export(self, request: Request) -> None:
+        num_tokens = len(request.prompt_token_ids)
+        pages = request.page_ids[: self._pool.num_pages_for(num_tokens)]
+        held = self._exports.hold(request.request_id, pages)
+        self._kv_events.exports.append(KVExport(request.request_id, held, num_tokens))
 
     def _finish(self, request: Request) -> None:
         if request.status is Status.WAITING:

@@ -4,6 +4,7 @@ Sources: a Hugging Face folder, a GGUF file, a name of the catalog. Nothing is r
 everything is checked before: what opens has exactly the tensors of its model.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,19 @@ def open_checkpoint(
     check_tensors(stored.shapes, config)
     shapes = expected_tensors(config)
     return Checkpoint(config, shapes, _limited_to(stored, shapes), stored.dtype, path)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Hex digest of what has to agree for two engines to read each other's KV.
+
+    Covers the config and a sample of the weights, enough to tell a fine-tuned model from its base
+    and one quantisation from another: the final norm, and the last layer's key projection.
+    """
+    digest = hashlib.sha256(repr(checkpoint.config).encode())
+    last = checkpoint.config.num_layers - 1
+    for name in ("model.norm.weight", f"model.layers.{last}.self_attn.k_proj.weight"):
+        digest.update(np.ascontiguousarray(checkpoint.read(name), np.float32).tobytes())
+    return digest.hexdigest()
 
 
 def _check_token_ids(config: ModelConfig) -> None:

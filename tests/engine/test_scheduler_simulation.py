@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dcpjax.cache import prefix
 from dcpjax.cache.prefix import PagePool
 from dcpjax.engine import residency
-from dcpjax.engine.remote_kv import KVLoad, RemoteKV
+from dcpjax.engine.remote_kv import KVEvents, KVExport, KVLoad, RemoteKV
 from dcpjax.engine.request import FinishReason, Request, SamplingParams, Status, TokenOutput
 from dcpjax.engine.residency import Residency
 from dcpjax.engine.scheduler import Drain, Scheduler, Segment, StepPlan, StepShapes
@@ -28,6 +28,7 @@ VOCAB = 13
 EOS = 0
 SHAPES = StepShapes(decode_rows=(1, 2, 4), prefill=((1, 4), (3, 4), (1, 16)), fixed_cost=4)
 MAX_MODEL_LEN = 64
+GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 ELSEWHERE = RemoteKV("engine", "request", "localhost", 1, (), 0)
 
 
@@ -172,7 +173,8 @@ class Simulation:
         self.num_drains = 0
         self.loads: list[KVLoad] = []
         self.num_landed = 0
-        self.exports: dict[str, Request] = {}
+        self.started: set[str] = set()  # loads
+        self.exports: dict[str, KVExport] = {}
 
     def run(self) -> "Simulation":
         in_flight: tuple[StepPlan, list[list[int]]] | None = None
@@ -188,7 +190,7 @@ class Simulation:
                 in_flight = self.commit(in_flight)
                 continue
             dispatched = None if plan is None else (plan, self.device.run(plan))
-            self.loads += self.scheduler.take_loads()
+            self.serve(self.scheduler.take_kv_events())
             others = self.loads or self.exports
             assert dispatched or in_flight or others or not self.alive(), "they wait for nothing"
             self.arrive_and_abort()
@@ -199,6 +201,7 @@ class Simulation:
                 self.commit(dispatched)
             self.other_engines()
             self.collect(self.scheduler.take_ended())
+        self.serve(self.scheduler.take_kv_events())
         while self.loads or self.exports:
             self.other_engines()
         self.pool.check_integrity(is_idle=True)
@@ -220,6 +223,18 @@ class Simulation:
             self.scheduler.abort(self.rng.choice(list(self.requests)))  # ended ones too
         self.check()
 
+    def serve(self, events: KVEvents) -> None:
+        self.loads += events.loads
+        for export in events.exports:
+            request = self.requests[export.request_id]
+            assert request.exports_kv and export.num_tokens == len(request.prompt_token_ids)
+            assert self.outputs[export.request_id][-1].finish_reason in GOOD_ENDS
+            self.exports[export.request_id] = export
+        for request_id in events.unwanted:
+            assert self.requests[request_id].status is Status.FINISHED
+            assert request_id not in self.started, "a load was begun and is called unwanted"
+        self.started |= {load.request_id for load in events.loads}
+
     def other_engines(self) -> None:
         """What happens outside: a load ends, or an export is not needed any more."""
         if self.loads and self.rng.random() < 0.4:
@@ -234,10 +249,10 @@ class Simulation:
             self.num_landed += not fails
             self.check()
         if self.exports and self.rng.random() < 0.3:
-            request = self.exports.pop(self.rng.choice(list(self.exports)))
-            self.check_export(request)
-            assert self.scheduler.end_export(request.request_id)
-            assert not self.scheduler.end_export(request.request_id)
+            export = self.exports.pop(self.rng.choice(list(self.exports)))
+            self.check_export(export)
+            assert self.scheduler.end_export(export.request_id)
+            assert not self.scheduler.end_export(export.request_id)
             self.check()
 
     def move(self, load: KVLoad, *, garbage: bool = False) -> None:
@@ -251,13 +266,14 @@ class Simulation:
                 cell = page, position % self.world.page_size
                 self.device.cells[cell] = (-1, -1) if garbage else (before, digest)
 
-    def check_export(self, request: Request) -> None:
-        pages = self.scheduler.export_pages(request.request_id)
+    def check_export(self, export: KVExport) -> None:
+        request = self.requests[export.request_id]
         digest = root(request.cache_salt)
         for position, token in enumerate(request.prompt_token_ids):
             digest = after(digest, token)
             page, offset = divmod(position, self.world.page_size)
-            assert self.device.cells[pages[page], offset][1] == digest, "an export was overwritten"
+            cell = self.device.cells[export.page_ids[page], offset]
+            assert cell[1] == digest, "an export was overwritten"
 
     def commit(self, step: tuple[StepPlan, list[list[int]]] | None) -> None:
         if step is not None:
@@ -274,10 +290,6 @@ class Simulation:
             assert not earlier or earlier[-1].finish_reason is None, "an output after the last one"
             assert not earlier or output.num_cached_tokens == 0, "cached tokens are reported once"
             earlier.append(output)
-            request = self.requests[output.request_id]
-            ended_well = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-            if request.exports_kv and ended_well:
-                self.exports[request.request_id] = request
 
     def new_request(self) -> Request:
         rng, longest = self.rng, self.world.max_length

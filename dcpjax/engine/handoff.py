@@ -1,0 +1,186 @@
+"""KV between this engine and others, as the engine's thread sees it.
+
+What other threads do ends in a queue here, and ``apply`` carries it out between two steps: so the
+scheduler still belongs to one thread.
+"""
+
+import queue
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dcpjax.cache.pool import PoolShape
+from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig
+from dcpjax.engine.kv_local import LocalKV
+from dcpjax.engine.kv_params import KVTransferParams
+from dcpjax.engine.kv_source import KVSource
+from dcpjax.engine.kv_target import KVTarget
+from dcpjax.engine.remote_kv import KVEvents, KVLoad, RemoteKV
+from dcpjax.engine.request import Request
+from dcpjax.engine.scheduler import Scheduler
+from dcpjax.errors import RequestError
+from dcpjax.layout import KVPlacement
+from dcpjax.transfer.backend import TransferBackend
+from dcpjax.transfer.handshake import EngineInfo, compatibility_hash
+from dcpjax.transfer.memory import RankMemory
+
+CACHE_FORMAT = "pages, layers, heads, tokens, keys | values"
+"""What the bytes of a page are, in the order of their strides."""
+
+Event = Callable[[Scheduler], None]
+
+
+class Handoff:
+    """The exports and loads of one engine.
+
+    Args:
+        wake: called, from any thread, when :meth:`apply` has something to do.
+    """
+
+    def __init__(self, local: LocalKV, config: KVTransferConfig, wake: Callable[[], None]) -> None:
+        self._local = local
+        self._recomputes = config.kv_load_failure_policy == "recompute"
+        self._wake = wake
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._source = KVSource(local, config, self._export_ended) if config.is_producer else None
+        self._target = KVTarget(local, config, self._load_ended) if config.is_consumer else None
+
+    def accept(self, request: Request) -> None:
+        """Read what a new request says about its KV.
+
+        Raises:
+            RequestError: it asks for what this engine does not do, or contradicts its own prompt.
+        """
+        if request.kv_transfer_params is None:
+            return
+        params = KVTransferParams.read(request.kv_transfer_params)
+        if params.do_remote_decode:
+            self._check_role(self._source, "computes prompts for others", "kv_producer")
+            request.exports_kv = True
+        if params.do_remote_prefill:
+            self._check_role(self._target, "loads KV from others", "kv_consumer")
+            request.remote_kv = _remote_kv(params, len(request.prompt_token_ids))
+
+    def expect(self, request: Request) -> None:
+        """An accepted request was queued."""
+        if self._target is not None and request.remote_kv is not None:
+            self._target.expect(request.request_id, request.remote_kv)
+
+    def serve(self, events: KVEvents) -> dict[str, dict[str, Any]]:
+        """Begin what the scheduler wants; returns the ``kv_transfer_params`` of new exports."""
+        for load in events.loads:
+            self._target.start(load)
+        for request_id, remote in events.unwanted.items():
+            self._target.cancel(request_id, remote)
+        return {export.request_id: self._source.export(export) for export in events.exports}
+
+    def apply(self, scheduler: Scheduler) -> None:
+        """Carry out what has ended since the last call."""
+        while not self._events.empty():
+            self._events.get()(scheduler)
+
+    def stats(self) -> Mapping[str, float]:
+        leases = 0 if self._source is None else self._source.num_leases
+        return {**self._local.stats.shown(), "num_leases": leases}
+
+    def close(self) -> None:
+        """Leave all other engines. Idempotent; afterwards nothing touches the pool."""
+        for part in (self._target, self._source, self._local):
+            if part is not None:
+                part.close()
+
+    def _check_role(self, part: object | None, does: str, role: str) -> None:
+        if part is None:
+            raise RequestError(
+                f"this engine {does}; it needs kv_role={role!r} or 'kv_both'",
+                param="kv_transfer_params",
+            )
+
+    # By any thread.
+
+    def _export_ended(self, request_id: str) -> None:
+        self._post(lambda scheduler: _end_export(scheduler, request_id))
+
+    def _load_ended(self, load: KVLoad, reason: str | None) -> None:
+        if reason is None:
+            self._post(lambda scheduler: scheduler.land(load))
+        else:
+            error = None if self._recomputes else reason
+            self._post(lambda scheduler: scheduler.fail_load(load, error=error))
+
+    def _post(self, event: Event) -> None:
+        self._events.put(event)
+        self._wake()
+
+
+def describe_engine(
+    config: EngineConfig,
+    model: ModelConfig,
+    weights: str,
+    dtype: str,
+    pool: PoolShape,
+    placement: KVPlacement,
+    regions: tuple[RankMemory, ...],
+    backend: TransferBackend,
+) -> EngineInfo:
+    """This engine as its peers shall know it. Registers the memory with the backend.
+
+    Args:
+        weights: fingerprint of the checkpoint.
+        dtype: of the computation.
+    """
+    transfer = config.kv_transfer_config
+    assert transfer is not None, "an engine without KV transfer is described to nobody"
+    backend.register(regions)
+    return EngineInfo(
+        engine_id=transfer.engine_id or uuid.uuid4().hex,
+        compatibility=compatibility_hash(
+            model=model.architecture,
+            weights=weights,
+            dtype=dtype,
+            cache_format=CACHE_FORMAT,
+            cache_dtype=str(pool.dtype),
+            num_hidden_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_size=model.head_dim,
+        ),
+        placement=placement,
+        regions=regions,
+        token_bytes=regions[0].token_bytes,
+        tp_size=config.tensor_parallel_size,
+        dcp_size=config.decode_context_parallel_size,
+        interleave=config.interleave,
+        backend=backend.name,
+        agent_metadata=backend.agent,
+    )
+
+
+def _end_export(scheduler: Scheduler, request_id: str) -> None:
+    scheduler.end_export(request_id)
+
+
+def _remote_kv(params: KVTransferParams, num_tokens: int) -> RemoteKV:
+    page_ids = params.remote_block_ids or []
+    if page_ids and isinstance(page_ids[0], list):  # one list per group of layers
+        if len(page_ids) > 1:
+            raise RequestError(
+                "all layers of a model here are one group of pages",
+                param="kv_transfer_params",
+                groups=len(page_ids),
+            )
+        page_ids = page_ids[0]
+    if params.remote_num_tokens != num_tokens:
+        raise RequestError(
+            "the engine that computed a prompt and the one that goes on read the same tokens",
+            param="kv_transfer_params",
+            remote_num_tokens=params.remote_num_tokens,
+            prompt_tokens=num_tokens,
+        )
+    return RemoteKV(
+        engine_id=params.remote_engine_id or "",
+        request_id=params.remote_request_id or "",
+        host=params.remote_host or "",
+        port=params.remote_port or 0,
+        page_ids=tuple(page_ids),
+        num_tokens=num_tokens,
+    )

@@ -1,0 +1,185 @@
+"""The producer's side: prompts whose pages are kept until another engine has their KV.
+
+Lives in three threads: the engine's opens exports, the side channel's answers calls, and one of its
+own frees what nobody asks for any more. Pages themselves are the scheduler's; it hears of the end
+of an export through ``on_end``.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from dcpjax.config import KVTransferConfig
+from dcpjax.engine.kv_local import LocalKV
+from dcpjax.engine.remote_kv import KVExport
+from dcpjax.errors import PeerError
+from dcpjax.transfer.handshake import EngineInfo, meet, welcome
+from dcpjax.transfer.lease import Landing, LeaseTable
+from dcpjax.transfer.messages import (
+    Abort,
+    Aborted,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Landed,
+    Push,
+    Pushed,
+    Released,
+    Welcome,
+    unpack_page_ids,
+)
+from dcpjax.transfer.side_channel import SideChannelServer
+
+_SWEEPS_PER_LEASE = 20
+_PUSH_THREADS = 4
+_MAX_TARGETS = 256
+
+
+class KVSource:
+    """Serves the KV of finished prompts to other engines.
+
+    Args:
+        on_end: called, from any thread, with the id of a request whose pages may be freed.
+    """
+
+    def __init__(
+        self, local: LocalKV, config: KVTransferConfig, on_end: Callable[[str], None]
+    ) -> None:
+        self._local = local
+        self._on_end = on_end
+        self._leases = LeaseTable(config.kv_lease_duration, config.kv_lease_extension)
+        self._lock = threading.Lock()
+        self._exports: dict[str, KVExport] = {}
+        self._targets: dict[str, EngineInfo] = {}
+        self._pushes: dict[str, Future[Pushed]] = {}
+        self._pushers = ThreadPoolExecutor(_PUSH_THREADS, thread_name_prefix="dcpjax-kv-push")
+        self._closing = threading.Event()
+        self._sweep_seconds = config.kv_lease_duration / _SWEEPS_PER_LEASE
+        self._sweeper = threading.Thread(target=self._sweep, name="dcpjax-kv-leases", daemon=True)
+        self._server = SideChannelServer(
+            self, engine_id=local.info.engine_id, host=config.kv_ip, port=config.kv_port
+        )
+        self._host = config.host
+        self._sweeper.start()
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def export(self, export: KVExport) -> dict[str, Any]:
+        """Offer a computed prompt; returns what another engine needs to load it."""
+        self._leases.open(export.request_id)
+        with self._lock:
+            self._exports[export.request_id] = export
+        info = self._local.info
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": info.engine_id,
+            "remote_request_id": export.request_id,
+            "remote_block_ids": list(export.page_ids),
+            "remote_block_size": info.page_size,
+            "remote_num_tokens": export.num_tokens,
+            "remote_host": self._host,
+            "remote_port": self._server.port,
+            "tp_size": info.tp_size,
+            "dcp_size": info.dcp_size,
+            "transfer_mode": "pull" if self._local.backend.pulls else "push",
+        }
+
+    def close(self) -> None:
+        """Stop serving; what still moves is waited for. Idempotent."""
+        self._closing.set()
+        self._server.close()
+        self._pushers.shutdown()
+        self._sweeper.join()
+
+    # Calls of consumers, in the side channel's thread.
+
+    def hello(self, call: Hello) -> Welcome:
+        theirs = meet(self._local.info, call)
+        if not self._local.backend.pulls:
+            self._local.connect(theirs)
+            with self._lock:
+                self._targets[theirs.engine_id] = theirs
+                while len(self._targets) > _MAX_TARGETS:
+                    self._local.disconnect(self._forget_oldest_target())
+        return welcome(self._local.info)
+
+    def push(self, call: Push) -> Future[Pushed]:
+        with self._lock:
+            target = self._targets.get(call.target_engine_id)
+        if target is None:
+            raise PeerError("a target says Hello first", target=call.target_engine_id)
+        if not self._leases.pin(call.request_id):
+            raise PeerError("the pages of a request are held", request_id=call.request_id)
+        with self._lock:
+            export = self._exports[call.request_id]
+            future = self._pushers.submit(self._push, call, target, export)
+            self._pushes[call.request_id] = future
+        return future
+
+    def landed(self, call: Landed) -> Released:
+        landing = self._leases.land(call.request_id, call.target_ranks, call.num_target_ranks)
+        if landing is Landing.RELEASED:
+            self._end(call.request_id)
+        return Released(ok=landing is not Landing.UNKNOWN)
+
+    def heartbeat(self, call: Heartbeat) -> HeartbeatReply:
+        return HeartbeatReply(request_ids=tuple(self._leases.heartbeat(call.request_ids)))
+
+    def abort(self, call: Abort) -> Aborted | Future[Aborted]:
+        if self._leases.close(call.request_id):
+            self._end(call.request_id)
+        with self._lock:
+            push = self._pushes.get(call.request_id)
+        if push is None:
+            return Aborted()
+        answer: Future[Aborted] = Future()
+        push.add_done_callback(lambda _: answer.set_result(Aborted()))
+        return answer
+
+    # In threads of its own.
+
+    def _push(self, call: Push, target: EngineInfo, export: KVExport) -> Pushed:
+        try:
+            page_ids = unpack_page_ids(call.page_ids, num_pages=_fewest_pages(target))
+            span = range(call.first_token, call.num_tokens)
+            if span.stop > export.num_tokens:
+                raise PeerError(
+                    "only tokens that were computed are sent",
+                    num_tokens=span.stop,
+                    computed=export.num_tokens,
+                )
+            self._local.push(target, page_ids, export.page_ids, span)
+        except Exception:
+            self._local.stats.add(num_failed=1)
+            raise
+        finally:
+            with self._lock:
+                self._pushes.pop(call.request_id, None)
+            if self._leases.unpin(call.request_id):
+                self._end(call.request_id)
+        return Pushed()
+
+    def _sweep(self) -> None:
+        while not self._closing.wait(self._sweep_seconds):
+            for request_id in self._leases.expire():
+                self._local.stats.add(num_expired=1)
+                self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        with self._lock:
+            self._exports.pop(request_id, None)
+        self._on_end(request_id)
+
+    def _forget_oldest_target(self) -> str:
+        oldest = next(iter(self._targets))
+        del self._targets[oldest]
+        return oldest
+
+
+def _fewest_pages(target: EngineInfo) -> int:
+    """Page ids below this are valid on every rank that holds something."""
+    return min(region.num_pages for region in target.regions if region.num_bytes)
