@@ -1,8 +1,9 @@
 """A request and what comes out of it. Host only, token ids only."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dcpjax.engine.params import MAX_BIASED_TOKENS as MAX_BIASED_TOKENS
 from dcpjax.engine.params import MAX_LOGPROBS as MAX_LOGPROBS
@@ -12,11 +13,12 @@ from dcpjax.errors import ContextLengthError, RequestError
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended; the values are those of the OpenAI API."""
+    """Why a request ended; the values are those of the OpenAI API, where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """What one step adds to one request. ``finish_reason`` is set on the last one."""
+    """What one step adds to one request. ``finish_reason`` is set on the last one.
+
+    So is ``kv_transfer_params``, where the KV of the request waits for another engine, and
+    ``error``, the reason of ``FinishReason.ERROR``.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -42,6 +48,8 @@ class TokenOutput:
     stop_token_id: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
+    kv_transfer_params: Mapping[str, Any] | None = None
+    error: str | None = None
 
 
 class Status(enum.Enum):
@@ -72,6 +80,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     arrival: float = 0.0  # time.monotonic() seconds
     cache_salt: str = ""
+    kv_transfer_params: Mapping[str, Any] | None = None
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
