@@ -14,7 +14,7 @@ from dcpjax.errors import ContextLengthError, RequestError
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended; the values are those of the OpenAI API."""
+    """Why a request ended; the values are those of the OpenAI API, where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -39,8 +39,8 @@ class TokenLogprobs:
 class TokenOutput:
     """What one step adds to one request. ``finish_reason`` is set on the last one.
 
-    ``error`` says why a request ended with ERROR; ``kv_transfer_params`` tell where the KV of a
-    prompt waits that was computed for another engine.
+    So is ``kv_transfer_params``, where the KV of the request waits for another engine, and
+    ``error``, the reason of ``FinishReason.ERROR``.
     """
 
     request_id: str
@@ -49,8 +49,8 @@ class TokenOutput:
     stop_token_id: int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
-    error: str | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    error: str | None = None
 
 
 class Status(enum.Enum):

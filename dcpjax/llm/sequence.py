@@ -190,6 +190,7 @@ class TextSide:
         params: SamplingParams,
         arrival: float,
         cache_salt: str = "",
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> list[Request]:
         """The ``params.n`` engine requests of one prompt, ``request_id-0`` and so on.
 
@@ -205,6 +206,7 @@ class TextSide:
                 eos_token_ids=self.eos_token_ids,
                 arrival=arrival,
                 cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
             )
             for i, one in enumerate(split_choices(params))
         ]

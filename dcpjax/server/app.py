@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 import dcpjax
-from dcpjax.errors import DcpjaxError
 from dcpjax.llm.sequence import SequenceDelta
 from dcpjax.server import protocol
-from dcpjax.server.errors import ApiError, BodyTooLargeError, to_api_error
+from dcpjax.server.endpoint import ERROR_HANDLERS, read_body
 from dcpjax.server.metrics import CONTENT_TYPE
 from dcpjax.server.middleware import ApiKey, RequestId
 from dcpjax.server.protocol import (
@@ -29,11 +27,9 @@ from dcpjax.server.protocol import (
 )
 from dcpjax.server.responses import ChatFormat, CompletionFormat, Format, Head, Json, Wanted
 from dcpjax.server.service import Generation, PromptIds, Service
-from dcpjax.server.streaming import ClientLeftError, EventStream, JsonResponse, while_connected
+from dcpjax.server.streaming import EventStream, JsonResponse, begun, while_connected
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
 Answer = Response | EventStream
-CLIENT_LEFT = 499  # nobody reads it; logs do
 
 
 def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
@@ -44,13 +40,7 @@ def create_app(service: Service, *, api_keys: Sequence[str] = ()) -> Starlette:
     app = Starlette(
         routes=_Endpoints(service).routes(),
         middleware=middleware,
-        exception_handlers={
-            HTTPException: _http_error,
-            ClientLeftError: _client_left,
-            ClientDisconnect: _client_left,
-            DcpjaxError: _error,
-            Exception: _error,
-        },
+        exception_handlers=dict(ERROR_HANDLERS),
     )
     app.router.redirect_slashes = False
     return app
@@ -79,7 +69,7 @@ class _Endpoints:
         ]
 
     async def completions(self, request: Request) -> Answer:
-        call = protocol.parse(await _read_body(request), CompletionCall)
+        call = protocol.parse(await read_body(request), CompletionCall)
 
         async def answer() -> Answer:
             prompts = await self._service.completion_prompts(call)
@@ -88,7 +78,7 @@ class _Endpoints:
         return await self._admit(request, call, answer)
 
     async def chat(self, request: Request) -> Answer:
-        call = protocol.parse(await _read_body(request), ChatCall)
+        call = protocol.parse(await read_body(request), ChatCall)
 
         async def answer() -> Answer:
             prompt = await self._service.chat_prompt(call)
@@ -104,6 +94,7 @@ class _Endpoints:
     ) -> Answer:
         """Refuse what can be refused before the prompt is read; drop it when the client leaves."""
         self._service.check_model(call.model)
+        protocol.transfer_params(call)
         num_sequences = call.num_prompts * call.sampling_params().n
         self._service.client.check_accepting(num_sequences)
         return await while_connected(request.receive, answer(), _discard)
@@ -115,7 +106,7 @@ class _Endpoints:
         prompts: Sequence[PromptIds],
         format: Format,
     ) -> Answer:
-        params = call.sampling_params()
+        params, transfer = call.sampling_params(), protocol.transfer_params(call)
         run = _Run(
             format=format,
             head=Head(
@@ -129,18 +120,20 @@ class _Endpoints:
                 token_bytes=self._service.token_bytes,
             ),
             generation=await self._service.start(
-                prompts, params, request.state.arrival, call.cache_salt or ""
+                prompts, params, request.state.arrival, call.cache_salt or "", transfer
             ),
         )
         if not call.stream:
             return JsonResponse(await run.whole())
         events = run.events(call.stream_options or StreamOptions())
+        if transfer is not None:  # without a status a router can still ask another engine
+            events = await begun(events, run.generation.close)
         return EventStream(events, run.generation.close)
 
     # Text
 
     async def tokenize(self, request: Request) -> Response:
-        call = protocol.parse(await _read_body(request), TokenizeCall)
+        call = protocol.parse(await read_body(request), TokenizeCall)
         self._service.check_model(call.model)
         tokens = await self._service.tokenize(call)
         shown = [self._service.token_bytes(token).decode(errors="replace") for token in tokens]
@@ -154,7 +147,7 @@ class _Endpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        call = protocol.parse(await _read_body(request), DetokenizeCall)
+        call = protocol.parse(await read_body(request), DetokenizeCall)
         self._service.check_model(call.model)
         return JsonResponse({"prompt": await self._service.detokenize(call)})
 
@@ -214,7 +207,7 @@ class _Run:
                 pass
         choices = [(choice.place, choice.record) for choice in self.generation.choices]
         answer = self.format.whole(self.head, choices, self.wanted)
-        return {**answer, "usage": self.generation.usage().json()}
+        return {**answer, "usage": self.generation.usage().json(), **self._transfer()}
 
     async def events(self, options: StreamOptions) -> AsyncGenerator[Json, None]:
         """One chunk for each piece of text; a token without text yet waits for the next one."""
@@ -224,10 +217,16 @@ class _Run:
             chunk = self.format.chunk(self.head, choice.advance(), delta, self.wanted)
             if options.continuous_usage_stats:
                 chunk["usage"] = self.generation.usage().json()
+            if delta.finish_reason is not None:
+                chunk.update(self._transfer())
             yield chunk
         if options.include_usage:
             last = self.format.envelope(self.head, [], is_chunk=True)
             yield {**last, "usage": self.generation.usage().json()}
+
+    def _transfer(self) -> Json:
+        params = self.generation.kv_transfer_params
+        return {} if params is None else {"kv_transfer_params": params}
 
     def _is_shown(self, delta: SequenceDelta) -> bool:
         wants_tokens = self.wanted.token_ids or self.wanted.logprobs is not None
@@ -237,34 +236,3 @@ class _Run:
 def _discard(answer: Answer) -> None:
     if isinstance(answer, EventStream):
         answer.close()
-
-
-async def _read_body(request: Request) -> bytes:
-    """The whole body.
-
-    Raises:
-        BodyTooLargeError: after reading no more than the limit.
-    """
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLargeError("the body is too large", limit_bytes=MAX_BODY_BYTES)
-    return bytes(body)
-
-
-async def _error(request: Request, error: Exception) -> Response:
-    answer = to_api_error(error)
-    return JsonResponse(answer.body(), answer.status)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """404 and 405 of the router."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    answer = ApiError(error.status_code, message)
-    return JsonResponse(answer.body(), answer.status, headers=error.headers)
-
-
-async def _client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)

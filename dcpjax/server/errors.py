@@ -45,6 +45,10 @@ class BodyTooLargeError(DcpjaxError):
     """A request body beyond the limit."""
 
 
+class SequenceFailedError(DcpjaxError):
+    """The engine gave up one sequence, and goes on with the others."""
+
+
 class AccessError(DcpjaxError):
     """A missing or wrong API key."""
 
@@ -60,6 +64,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(404, str(error), "model", "model_not_found")
         case BodyTooLargeError():
             return ApiError(413, str(error), code="request_too_large")
+        case SequenceFailedError():
+            return ApiError(500, str(error), code="sequence_failed")
         case UnavailableError() | EngineDeadError():
             return ApiError(503, str(error), code="unavailable")
         case _:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.request import SamplingParams
 from dcpjax.errors import RequestError
 from dcpjax.server.unsupported import refuse_unsupported
@@ -52,6 +53,7 @@ class GenerationCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    kv_transfer_params: KVTransferParams | None = None
     add_special_tokens: bool | None = None
 
     max_tokens: Int64 | None = None
@@ -80,7 +82,6 @@ class GenerationCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     allowed_token_ids: Any = None
     bad_words: Any = None
-    kv_transfer_params: Any = None
     length_penalty: Any = None
     priority: Any = None
     prompt_logprobs: Any = None
@@ -241,6 +242,27 @@ def parse(body: bytes, kind: type[Call]) -> Call:
         raise RequestError(f"the body is not valid JSON: {_shortened(str(error))}") from None
     refuse_unsupported(call)
     return call
+
+
+def transfer_params(call: CompletionCall | ChatCall) -> Mapping[str, Any] | None:
+    """What the engine is told about KV of other engines; None for an ordinary call.
+
+    Raises:
+        RequestError: the parameters contradict, or would be those of several sequences.
+    """
+    params = call.kv_transfer_params
+    if params is None or not params.asks_for_transfer:
+        return None
+    params.check()
+    n = call.sampling_params().n
+    if call.num_prompts != 1 or n != 1:
+        raise RequestError(
+            "a call with kv_transfer_params has one prompt and n = 1",
+            param="kv_transfer_params",
+            prompts=call.num_prompts,
+            n=n,
+        )
+    return params.json()
 
 
 def _shortened(message: str) -> str:

@@ -7,14 +7,15 @@ be closed. Choice ``p * n + i`` is the i-th answer to the p-th prompt.
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from dcpjax.engine.request import FinishReason, Request, SamplingParams
+from dcpjax.engine.request import FinishReason, Request, SamplingParams, TokenOutput
 from dcpjax.errors import RequestError
 from dcpjax.llm.sequence import SequenceDelta, SequenceRecord, SequenceState, TextSide
 from dcpjax.server.engine_thread import EngineClient, OutputStream
-from dcpjax.server.errors import UnknownModelError
+from dcpjax.server.errors import SequenceFailedError, UnknownModelError
 from dcpjax.server.metrics import Metrics, SequenceTimer
 from dcpjax.server.protocol import (
     ChatCall,
@@ -36,6 +37,24 @@ class Choice:
     state: SequenceState
     timer: SequenceTimer
     record: SequenceRecord = field(default_factory=SequenceRecord)
+    kv_transfer_params: Mapping[str, Any] | None = None  # of its last output
+
+    def take(self, output: TokenOutput) -> SequenceDelta:
+        """Add what the engine has computed.
+
+        Raises:
+            SequenceFailedError: it could not go on.
+        """
+        if output.finish_reason is FinishReason.ERROR:
+            self.timer.end(FinishReason.ERROR)
+            raise SequenceFailedError(output.error or "the sequence could not be computed")
+        delta = self.state.push(output)
+        self.record.add(delta)
+        self.kv_transfer_params = output.kv_transfer_params
+        self.timer.add_tokens(len(delta.token_ids))
+        if delta.finish_reason is not None:
+            self.timer.end(delta.finish_reason)
+        return delta
 
     def advance(self) -> Place:
         """The place of the next chunk, which counts as sent then."""
@@ -63,17 +82,19 @@ class Generation:
 
         Raises:
             EngineDeadError: the engine stopped.
+            SequenceFailedError: one of the sequences could not go on.
         """
         async for output in self._stream:
             choice = self._by_request[output.request_id]
-            delta = choice.state.push(output)
-            choice.record.add(delta)
-            choice.timer.add_tokens(len(delta.token_ids))
-            if delta.finish_reason is not None:
-                choice.timer.end(delta.finish_reason)
-                if output.finish_reason is None:  # a stop string: the engine does not know
-                    self._stream.abort(output.request_id)
+            delta = choice.take(output)
+            if delta.finish_reason is not None and output.finish_reason is None:
+                self._stream.abort(output.request_id)  # a stop string: the engine does not know
             yield choice, delta
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What the next engine needs to know, of a call that has only one sequence."""
+        return self.choices[0].kv_transfer_params
 
     def usage(self) -> Usage:
         """Tokens so far; a prompt counts once, however many answers it has."""
@@ -170,6 +191,7 @@ class Service:
         params: SamplingParams,
         arrival: float,
         cache_salt: str = "",
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> Generation:
         """Hand a call that came at ``arrival`` (monotonic seconds) to the engine.
 
@@ -182,7 +204,7 @@ class Service:
             request
             for number, prompt in enumerate(prompts)
             for request in self.text.requests(
-                f"{call_id}-{number}", prompt, params, arrival, cache_salt
+                f"{call_id}-{number}", prompt, params, arrival, cache_salt, kv_transfer_params
             )
         ]
         choices = {

@@ -10,9 +10,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from dcpjax.server.errors import to_api_error
+from dcpjax.server.errors import SequenceFailedError, to_api_error
 
 Result = TypeVar("Result")
+Event = TypeVar("Event")
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -74,6 +75,29 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+async def begun(
+    events: AsyncGenerator[Event, None], close: Callable[[], None]
+) -> AsyncGenerator[Event, None]:
+    """The same events, of which the first has come; what fails before it is raised here.
+
+    Args:
+        close: called if this fails, and otherwise left to the caller.
+    """
+    try:
+        first = await anext(events)
+    except BaseException:  # also when the caller is cancelled here
+        close()
+        raise
+    return _resumed(first, events)
+
+
+async def _resumed(first: Event, rest: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    async with aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event
+
+
 class JsonResponse(Response):
     media_type = "application/json"
 
@@ -114,7 +138,7 @@ class EventStream:
                     yield _event(event)
         except Exception as error:  # the status is out: the stream itself has to say it
             answer = to_api_error(error)
-            if answer.status == 500:
+            if answer.status == 500 and not isinstance(error, SequenceFailedError):
                 _log.exception("a stream failed")
             yield _event(answer.body())
         yield b"data: [DONE]\n\n"

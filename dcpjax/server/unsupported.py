@@ -32,7 +32,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {  # besides null
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
-    "kv_transfer_params": (),
     "length_penalty": (1,),
     "priority": (0,),
     "prompt_logprobs": (),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcpjax.server import app
+from dcpjax.server import app, endpoint
 from dcpjax.server.protocol import ChatCall, CompletionCall
 from dcpjax.server.unsupported import NEUTRAL_VALUES
 from tests.fakes import CountUpEngine
@@ -191,7 +191,7 @@ async def test_unknown_paths_and_methods_are_error_objects_too(api: Api) -> None
 
 async def test_a_body_beyond_the_limit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
-    monkeypatch.setattr(app, "MAX_BODY_BYTES", len(body))
+    monkeypatch.setattr(endpoint, "MAX_BODY_BYTES", len(body))
     assert (await api.http.post("/v1/completions", content=body)).status_code == 200
     response = await api.http.post("/v1/completions", content=body + b" ")
     assert response.status_code == 413

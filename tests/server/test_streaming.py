@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dcpjax.errors import EngineDeadError
-from dcpjax.server.streaming import ClientLeftError, EventStream, while_connected
+from dcpjax.server.streaming import ClientLeftError, EventStream, begun, while_connected
 
 pytestmark = pytest.mark.anyio
 
@@ -185,3 +185,35 @@ async def test_a_stream_is_closed_when_the_client_leaves() -> None:
     assert await stream(client, events()) == ["close"]
     assert ended.is_set()
     assert "[DONE]" not in client.text
+
+
+async def test_a_stream_that_has_begun_is_whole() -> None:
+    async def events() -> AsyncGenerator[Any, None]:
+        yield 1
+        yield 2
+
+    started = await begun(events(), lambda: pytest.fail("closed too early"))
+    assert [event async for event in started] == [1, 2]
+
+
+async def test_what_fails_before_the_first_event_is_raised_at_once() -> None:
+    async def events() -> AsyncGenerator[Any, None]:
+        raise EngineDeadError("gone")
+        yield 1
+
+    calls: list[str] = []
+    with pytest.raises(EngineDeadError):
+        await begun(events(), lambda: calls.append("close"))
+    assert calls == ["close"]
+
+
+async def test_a_stream_is_closed_when_the_client_leaves_before_the_first_event() -> None:
+    async def events() -> AsyncGenerator[Any, None]:
+        client.leave()
+        await asyncio.Event().wait()
+        yield 1
+
+    client, calls = Client(), list[str]()
+    with pytest.raises(ClientLeftError):
+        await while_connected(client.receive, begun(events(), lambda: calls.append("close")))
+    assert calls == ["close"]
