@@ -57,6 +57,13 @@ class CountUpEngine:
         return bool(self._open or self._ended)
 
     @property
+    def is_blocked(self) -> bool:
+        return False
+
+    def on_wake(self, wake) -> None:
+        """Never blocked."""
+
+    @property
     def open_requests(self) -> list[Request]:
         return list(self._open.values())
 

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import PoolShape
 from dcpjax.cache.prefix import PagePool
-from dcpjax.config import EngineConfig, Progress
+from dcpjax.config import EngineConfig, Progress, broken_neuron_rules
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
-from dcpjax.engine.handoff import Handoff
+from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
+from dcpjax.engine.kv_backends import make_backend
+from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.plan import Drain, StepShapes
 from dcpjax.engine.request import Request, TokenOutput
@@ -22,7 +24,7 @@ from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import ConfigError, EngineDeadError, RequestError
 from dcpjax.layout import KVPlacement
 from dcpjax.mesh import HeadLayout, decode_mesh, find_devices, prefill_mesh
-from dcpjax.models.checkpoint import Checkpoint
+from dcpjax.models.checkpoint import Checkpoint, fingerprint
 from dcpjax.models.llama import Sharding
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
 
@@ -138,8 +140,24 @@ class Engine:
         config = self.config.kv_transfer_config
         if config is None:
             return None
-        info = EngineInfo()
-        return Handoff(info, config, lambda: self._wake())
+        if config.kv_connector == "NeuronNixlConnector":
+            for error in broken_neuron_rules(self.config, self.model_config, transfers_kv=True):
+                raise error
+        engine_id = config.engine_id or new_engine_id()
+        backend = make_backend(config, engine_id, self._mesh.devices.flat[0].platform)
+        info = describe_engine(
+            self.config,
+            self.model_config,
+            engine_id=engine_id,
+            weights=fingerprint(checkpoint),
+            dtype=str(self.dtype),
+            pool=self.pool_shape,
+            placement=self.placement,
+            regions=self.runner.memory,
+            backend=backend,
+        )
+        local = LocalKV(info, backend, timeout=config.transfer_timeout)
+        return Handoff(local, config, lambda: self._wake())
 
     @property
     def has_work(self) -> bool:
@@ -247,6 +265,7 @@ class Engine:
             "kv_bytes_per_rank": max(shares),
             "kv_tokens_capacity": self.pool_shape.num_pages * self.config.virtual_page_size,
             "acceptance_length": 1.0,
+            "kv_transfer": None if self._handoff is None else self._handoff.stats(),
             "mesh": dict(self._mesh.shape),
             "cp_kv_cache_interleave_size": self.config.interleave,
             "audit": {

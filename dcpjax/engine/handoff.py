@@ -113,9 +113,15 @@ class Handoff:
         self._wake()
 
 
+def new_engine_id() -> str:
+    return uuid.uuid4().hex
+
+
 def describe_engine(
     config: EngineConfig,
     model: ModelConfig,
+    *,
+    engine_id: str,
     weights: str,
     dtype: str,
     pool: PoolShape,
@@ -129,11 +135,9 @@ def describe_engine(
         weights: fingerprint of the checkpoint.
         dtype: of the computation.
     """
-    transfer = config.kv_transfer_config
-    assert transfer is not None, "an engine without KV transfer is described to nobody"
     backend.register(regions)
     return EngineInfo(
-        engine_id=transfer.engine_id or uuid.uuid4().hex,
+        engine_id=engine_id,
         compatibility=compatibility_hash(
             model=model.architecture,
             weights=weights,

@@ -1,6 +1,7 @@
 """What the text side and the server need of an engine. :class:`dcpjax.engine.engine.Engine` has it,
 and so has the fake of the tests."""
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from dcpjax.config import ModelConfig
@@ -19,6 +20,15 @@ class TokenEngine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a step would do nothing before the function of :meth:`on_wake` is called."""
+        ...
+
+    def on_wake(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, from any thread, when something outside unblocks the engine."""
+        ...
 
     def add(self, request: Request) -> None:
         """Raises RequestError when it cannot be served; then nothing has changed."""

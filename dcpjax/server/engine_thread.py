@@ -91,6 +91,7 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._may_leave = asyncio.Event()
+        engine.on_wake(self._wake)
         self._thread = threading.Thread(target=self._run, name="dcpjax-engine", daemon=True)
 
     @property
@@ -199,6 +200,10 @@ class EngineClient:
         self._inbox.put((function, future))
         return future
 
+    def _wake(self) -> None:
+        """By any thread: let the engine's thread run a step, though nobody has a command for it."""
+        self._post(lambda engine: None)
+
     # On the event loop, called by the thread.
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
@@ -255,7 +260,7 @@ class EngineClient:
 
     def _apply_inbox(self) -> bool:
         """Apply what has arrived, waiting for something if there is no work. False: stop."""
-        may_wait = not self._engine.has_work
+        may_wait = not self._engine.has_work or self._engine.is_blocked
         while may_wait or not self._inbox.empty():
             command = self._inbox.get()
             if command is None:

@@ -362,7 +362,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test() -> None:
     assert sum(run.num_drains for run in runs) > 5
     assert sum(run.num_landed for run in runs) > 30
     reasons = {run.outputs[i][-1].finish_reason for run in runs for i in run.requests}
-    assert reasons == set(FinishReason) - {FinishReason.ERROR}  # no transfer can fail here
+    assert reasons == set(FinishReason)
     rows_and_widths = set().union(*(run.device.shapes_seen for run in runs))
     assert {(1, 4), (3, 4), (1, 16)} <= rows_and_widths
 

@@ -1,6 +1,5 @@
 """Bound plans move the right bytes, all of them, once, and nothing else."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
