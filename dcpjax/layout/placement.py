@@ -5,7 +5,9 @@ addresses: where a page of a rank lies in memory is known elsewhere. The constru
 systems.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from dcpjax.errors import LayoutError
 from dcpjax.layout.domain import Booleans, Integers, check_below, check_divides, static_count
@@ -13,6 +15,7 @@ from dcpjax.layout.interleave import active_mask, local_filled
 from dcpjax.layout.layers import layer_range
 from dcpjax.layout.ranks import (
     decode_dcp_rank,
+    decode_groups,
     decode_head_group,
     head_group,
     num_head_groups,
@@ -183,6 +186,65 @@ class KVPlacement:
             for rank in range(ranks)
         )
         return cls(layers, kv_heads, page_size, shares)
+
+    @classmethod
+    def pcp_dcp(
+        cls,
+        tp: int,
+        pcp: int,
+        dcp: int,
+        *,
+        layers: int,
+        kv_heads: int,
+        page_size: int,
+        interleave: int,
+    ) -> "KVPlacement":
+        """``tp`` × ``pcp`` ranks, rank = pcp rank · tp + tp rank; tokens dealt over DCP groups.
+
+        ``dcp`` is 1 (every PCP rank holds all tokens) or a multiple of ``pcp``; the PCP ranks of
+        a DCP group come first in the deal (:func:`dcpjax.layout.decode_groups`).
+        """
+        groups = decode_groups(tp, dcp, pcp)
+        if dcp > 1:
+            check_divides("pcp", pcp, "dcp", dcp)
+        head_groups = tp if dcp == 1 else len(groups)
+        interleave = _interleave(dcp, interleave, page_size)
+        places = {
+            rank: (head_group(head_groups, 1, kv_heads, group % head_groups), token_rank)
+            for group, ranks in enumerate(groups)
+            for token_rank, rank in enumerate(ranks)
+        }
+        shares = tuple(
+            _share((0, layers), heads, (dcp, token_rank, interleave))
+            for _, (heads, token_rank) in sorted(places.items())
+        )
+        return cls(layers, kv_heads, page_size, shares)
+
+    def select_layers(self, layers: Sequence[int]) -> "KVPlacement":
+        """The placement of a cache part that only some layers have, on the ranks of those layers.
+
+        Layer k of the result is layer ``layers[k]`` of this one.
+
+        Raises:
+            LayoutError: ``layers`` are not ascending layers of this placement.
+        """
+        for before, layer in zip([-1, *layers], layers, strict=False):
+            if not before < layer < self.layers:
+                raise LayoutError(
+                    "selected layers ascend and are layers of the cache",
+                    layer=layer,
+                    before=before,
+                    layers=self.layers,
+                )
+        shares = tuple(
+            replace(
+                share,
+                layer_start=bisect_left(layers, share.layer_start),
+                layer_stop=bisect_left(layers, share.layer_stop),
+            )
+            for share in self.shares
+        )
+        return replace(self, layers=len(layers), shares=shares)
 
     @property
     def num_ranks(self) -> int:

@@ -1,122 +1,65 @@
-"""Plans to addresses: page ids and memory regions make a plan something that can be moved.
-
-The tokens of a path that lie at the same offsets of their pages are one :class:`StridedBlocks`:
-some offsets × some pages. A block grows over heads and layers as far as the memory of both sides is
-without gaps, so a whole page of the layers that two ranks have in common is one block.
-"""
-
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+"""Plans to addresses: page ids and memory regions make a plan something that can be moved."""
 
 import numpy as np
-import numpy.typing as npt
 
+from dcpjax.transfer.blocks import BoundPath as BoundPath
+from dcpjax.transfer.blocks import BoundTransfer as BoundTransfer
+from dcpjax.transfer.blocks import Landing as Landing
+from dcpjax.transfer.blocks import PageGroup, page_groups, path_blocks
+from dcpjax.transfer.blocks import StridedBlocks as StridedBlocks
 from dcpjax.transfer.check import check_sides
-from dcpjax.transfer.memory import RankMemory, SequenceMemory
-from dcpjax.transfer.plan import TransferPath, TransferPlan
+from dcpjax.transfer.memory import SequenceMemory
+from dcpjax.transfer.plan import TransferPlan
 from dcpjax.transfer.runs import StridedRuns
-
-Offsets = npt.NDArray[np.int64]
-Pages = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False)
-class StridedBlocks:
-    """``R × n`` blocks of ``num_bytes`` bytes on the way between two ranks.
-
-    Block (j, i) starts at address + ``offsets[j]`` + ``pages[i]`` * page_stride, on either side.
-
-    Attributes:
-        source_offsets, target_offsets: [R] bytes from the beginning of a page, ascending.
-        source_pages, target_pages: [n] page ids; those of the source ascend.
-    """
-
-    num_bytes: int
-    source_offsets: Offsets
-    target_offsets: Offsets
-    source_pages: Pages
-    target_pages: Pages
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.source_offsets) * len(self.source_pages)
+from dcpjax.transfer.staging import (
+    PIECE_COST_BYTES,
+    StagingMemory,
+    is_staging_faster,
+    stage,
+)
 
 
-@dataclass(frozen=True, eq=False)
-class BoundPath:
-    """All blocks from one source rank to one target rank."""
-
-    source_rank: int
-    target_rank: int
-    blocks: tuple[StridedBlocks, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(blocks.num_bytes * blocks.num_blocks for blocks in self.blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(blocks.num_blocks for blocks in self.blocks)
-
-
-@dataclass(frozen=True, eq=False)
-class BoundTransfer:
-    """A plan with addresses: what a backend moves.
-
-    Attributes:
-        source_ranks, target_ranks: the memory regions of the two engines, by rank.
-        paths: in the order of the plan.
-    """
-
-    source_ranks: tuple[RankMemory, ...]
-    target_ranks: tuple[RankMemory, ...]
-    paths: tuple[BoundPath, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that move."""
-        return sum(path.num_bytes for path in self.paths)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that move, before contiguous ones are merged."""
-        return sum(path.num_blocks for path in self.paths)
-
-    def addresses(self, path: BoundPath) -> tuple[Offsets, Offsets, Offsets]:
-        """Source address, target address and bytes of what moves on ``path``, by source address.
-
-        Blocks that follow each other without a gap in the memory of both sides are one.
-        """
-        source_rank = self.source_ranks[path.source_rank]
-        target_rank = self.target_ranks[path.target_rank]
-        source = _concatenate(
-            _starts(source_rank, blocks.source_offsets, blocks.source_pages)
-            for blocks in path.blocks
-        )
-        target = _concatenate(
-            _starts(target_rank, blocks.target_offsets, blocks.target_pages)
-            for blocks in path.blocks
-        )
-        num_bytes = _concatenate(
-            np.full(blocks.num_blocks, blocks.num_bytes) for blocks in path.blocks
-        )
-        return _merged(source, target, num_bytes)
-
-
-def bind(plan: TransferPlan, source: SequenceMemory, target: SequenceMemory) -> BoundTransfer:
+def bind(
+    plan: TransferPlan,
+    source: SequenceMemory,
+    target: SequenceMemory,
+    *,
+    staging: StagingMemory | None = None,
+    piece_cost_bytes: int = PIECE_COST_BYTES,
+) -> BoundTransfer:
     """Give a plan the pages and the memory of one sequence on both sides.
 
+    Args:
+        staging: where whole source pages may be moved instead, to be put in order at landing, if
+            the pieces that the two ranks have in common are too short. None: never.
+        piece_cost_bytes: how many bytes move in the time that one more piece takes.
+
+    Returns:
+        With ``landings`` if staging was chosen: then the bytes have moved into ``staging`` and each
+        target rank still has to copy its rows.
+
     Raises:
-        PlanError: memory of another placement than the planned one.
+        PlanError: memory of another placement than the planned one, or staging where the source
+            deals its tokens in more than one way.
         TransferError: page ids or regions that cannot be right; nothing has moved.
     """
     check_sides(plan, source, target)
-    source_pages, target_pages = np.asarray(source.page_ids), np.asarray(target.page_ids)
+    if staging is not None and is_staging_faster(
+        plan, token_bytes=_token_bytes(source), piece_cost_bytes=piece_cost_bytes
+    ):
+        return stage(plan, source, target, staging)
+    return _bind_directly(plan, source, target)
+
+
+def _bind_directly(
+    plan: TransferPlan, source: SequenceMemory, target: SequenceMemory
+) -> BoundTransfer:
+    source_page_ids, target_page_ids = np.asarray(source.page_ids), np.asarray(target.page_ids)
     groups: dict[StridedRuns, list[PageGroup]] = {}
     paths: list[BoundPath] = []
     for path in plan.paths:
         if path.runs not in groups:
-            groups[path.runs] = list(page_groups(path.runs, source_pages, target_pages))
+            groups[path.runs] = list(page_groups(path.runs, source_page_ids, target_page_ids))
         blocks = tuple(
             path_blocks(plan, path, group, source.ranks, target.ranks)
             for group in groups[path.runs]
@@ -125,100 +68,5 @@ def bind(plan: TransferPlan, source: SequenceMemory, target: SequenceMemory) -> 
     return BoundTransfer(source.ranks, target.ranks, tuple(paths))
 
 
-@dataclass(frozen=True, eq=False)
-class PageGroup:
-    """Runs of ``num_tokens`` tokens at the same two offsets (in tokens) of their pages."""
-
-    source_offset: int
-    target_offset: int
-    num_tokens: int
-    source_pages: Pages
-    target_pages: Pages
-
-
-def page_groups(
-    runs: StridedRuns, source_pages: npt.NDArray[np.int64], target_pages: npt.NDArray[np.int64]
-) -> Iterator[PageGroup]:
-    """The runs by their offsets and lengths, each group in the order of source page ids."""
-    source_size, target_size = runs.source.page_size, runs.target.page_size
-    alike: dict[tuple[int, int, int], list[int]] = {}
-    for run, place in enumerate(
-        zip(
-            (runs.source_start % source_size).tolist(),
-            (runs.target_start % target_size).tolist(),
-            runs.length.tolist(),
-            strict=True,
-        )
-    ):
-        alike.setdefault(place, []).append(run)
-    for place, members in sorted(alike.items()):
-        source_start, target_start = runs.repeated(members)
-        source_ids = source_pages[source_start // source_size]
-        order = np.argsort(source_ids)
-        target_ids = target_pages[target_start // target_size]
-        yield PageGroup(
-            *place, source_ids[order].astype(np.int32), target_ids[order].astype(np.int32)
-        )
-
-
-def path_blocks(
-    plan: TransferPlan,
-    path: TransferPath,
-    group: PageGroup,
-    source_ranks: Sequence[RankMemory],
-    target_ranks: Sequence[RankMemory],
-) -> StridedBlocks:
-    """The blocks of one group of a path: tokens, then heads, then layers, up to the first gap."""
-    source, target = source_ranks[path.source_rank], target_ranks[path.target_rank]
-    source_share = plan.source.shares[path.source_rank]
-    target_share = plan.target.shares[path.target_rank]
-    num_bytes = group.num_tokens * source.token_bytes
-    at_source = np.array(
-        [
-            (path.layer_start - source_share.layer_start) * source.layer_stride
-            + (path.head_start - source_share.head_start) * source.head_stride
-            + group.source_offset * source.token_bytes
-        ]
-    )
-    at_target = np.array(
-        [
-            (path.layer_start - target_share.layer_start) * target.layer_stride
-            + (path.head_start - target_share.head_start) * target.head_stride
-            + group.target_offset * target.token_bytes
-        ]
-    )
-    for count, source_stride, target_stride in (
-        (path.num_heads, source.head_stride, target.head_stride),
-        (path.num_layers, source.layer_stride, target.layer_stride),
-    ):
-        if count == 1:
-            continue
-        if len(at_source) == 1 and source_stride == target_stride == num_bytes:
-            num_bytes *= count
-            continue
-        steps = np.arange(count)[:, None]
-        at_source = (steps * source_stride + at_source).ravel()
-        at_target = (steps * target_stride + at_target).ravel()
-    return StridedBlocks(num_bytes, at_source, at_target, group.source_pages, group.target_pages)
-
-
-def _concatenate(parts: Iterable[Offsets]) -> Offsets:
-    return np.concatenate(list(parts))
-
-
-def _starts(rank: RankMemory, offsets: Offsets, pages: Pages) -> Offsets:
-    """Addresses of blocks, offset by offset."""
-    page = rank.address + pages.astype(np.int64) * rank.page_stride
-    return (offsets[:, None] + page).ravel()
-
-
-def _merged(
-    source: Offsets, target: Offsets, num_bytes: Offsets
-) -> tuple[Offsets, Offsets, Offsets]:
-    order = np.argsort(source, kind="stable")
-    source, target, num_bytes = source[order], target[order], num_bytes[order]
-    follows = (source[1:] == source[:-1] + num_bytes[:-1]) & (
-        target[1:] == target[:-1] + num_bytes[:-1]
-    )
-    starts = np.flatnonzero(np.concatenate([[True], ~follows]))
-    return source[starts], target[starts], np.add.reduceat(num_bytes, starts)
+def _token_bytes(memory: SequenceMemory) -> int:
+    return max(rank.token_bytes for rank in memory.ranks)

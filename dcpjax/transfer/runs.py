@@ -81,6 +81,8 @@ class CommonRuns:
         source_step, target_step: local tokens per period, a multiple of the page size.
     """
 
+    source: TokenSplit
+    target: TokenSplit
     period: int
     source_start: Array
     target_start: Array
@@ -92,6 +94,17 @@ class CommonRuns:
     def num_tokens(self) -> int:
         """Tokens of a period that both ranks hold."""
         return int(self.length.sum())
+
+    @functools.cached_property
+    def num_source_pages(self) -> int:
+        """Pages of the source that the tokens of a period lie in."""
+        return len(np.unique(self.source_start // self.source.page_size))
+
+    @functools.cached_property
+    def is_in_pages(self) -> bool:
+        """Whether every run is as long as a page of the side with the smaller pages."""
+        page = min(self.source.page_size, self.target.page_size)
+        return bool((self.length == page).all())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,6 +119,8 @@ def common_runs(source: TokenSplit, target: TokenSplit) -> CommonRuns:
     is_start |= (at_source % source.page_size == 0) | (at_target % target.page_size == 0)
     starts = np.flatnonzero(is_start)
     return CommonRuns(
+        source,
+        target,
         period=period,
         source_start=at_source[starts],
         target_start=at_target[starts],
