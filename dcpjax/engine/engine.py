@@ -40,6 +40,8 @@ class Engine:
         self, config: EngineConfig, checkpoint: Checkpoint, *, progress: Progress | None = None
     ) -> None:
         self.config, self.model_config = config, checkpoint.config
+        if config.load_format == "dummy":
+            checkpoint = random_weights(checkpoint, config.seed)
         keep_compiled_programs()
         platform = None if config.device == "auto" else config.device
         devices = find_devices(config.tensor_parallel_size, platform)
@@ -98,8 +100,6 @@ class Engine:
 
     def _place_model(self, checkpoint: Checkpoint, progress: Progress | None) -> PlacedModel:
         config = self.config
-        if config.load_format == "dummy":
-            checkpoint = random_weights(checkpoint, config.seed)
         sharding = Sharding(self._heads, config.dcp_comm_backend, config.prefill_gather)
         return place_model(checkpoint, sharding, self._mesh, self.dtype, progress)
 

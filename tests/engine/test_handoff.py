@@ -1,0 +1,263 @@
+"""A prompt computed by one engine goes on in another, token for token as in one alone."""
+
+import time
+
+import pytest
+
+from dcpjax.engine.request import FinishReason
+from dcpjax.errors import MeshError, RequestError
+from tests.engine.pair import (
+    BRIEF,
+    PATIENCE,
+    Node,
+    ask_prefill,
+    decode_request,
+    hand_over,
+    node,
+    transfer,
+)
+from tests.engine.serving import engine_of, request_of, serve
+from tests.golden.tiny import random_tokens
+
+CONNECTORS = ["InProcessConnector", "NixlConnector", "MooncakeConnector"]
+SHAPES = {
+    "one device": {},
+    "tp 2": {"tensor_parallel_size": 2},
+    "dcp 3": {"tensor_parallel_size": 3, "decode_context_parallel_size": 3},
+    "tp 4, dcp 2": {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+    "tp 4, dcp 2, prefill order": {
+        "tensor_parallel_size": 4,
+        "decode_context_parallel_size": 2,
+        "prefill_gather": "q",
+        "apply_prefill_dcp": True,
+    },
+}
+PROMPTS = {length: random_tokens(f"handoff {length}", length) for length in (1, 2, 7, 8, 9, 50, 97)}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny) -> dict[int, list[int]]:
+    engine = engine_of(tiny)
+    requests = [request_of(str(n), prompt, max_tokens=12) for n, prompt in PROMPTS.items()]
+    served = serve(engine, requests)
+    engine.close()
+    return {n: served[str(n)].tokens for n in PROMPTS}
+
+
+@pytest.fixture(scope="module")
+def prefill(tiny):
+    settings = {**SHAPES["tp 2"], "num_pages": 200, "enable_prefix_caching": False}
+    with node(tiny, **settings, **transfer("kv_producer")) as prefill:
+        yield prefill
+
+
+@pytest.fixture(scope="module")
+def brief(tiny):
+    """A source whose offers soon run out."""
+    with node(tiny, **transfer("kv_producer", **BRIEF)) as prefill:
+        yield prefill
+
+
+@pytest.fixture(scope="module")
+def decode(tiny):
+    with node(tiny, num_pages=24, **SHAPES["dcp 3"], **transfer("kv_consumer")) as decode:
+        yield decode
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize(
+    ("source", "target", "source_page", "target_page"),
+    [
+        ("one device", "dcp 3", 8, 8),
+        ("tp 2", "tp 4, dcp 2", 16, 8),
+        ("tp 4, dcp 2, prefill order", "one device", 8, 16),
+        ("tp 4, dcp 2, prefill order", "dcp 3", 8, 8),
+    ],
+)
+def test_any_shape_goes_on_in_any_other(
+    connector, source, target, source_page, target_page, tiny, expected
+):
+    producer = {**SHAPES[source], "block_size": source_page, **transfer("kv_producer", connector)}
+    consumer = {**SHAPES[target], "block_size": target_page, **transfer("kv_consumer", connector)}
+    with node(tiny, **producer) as prefill, node(tiny, **consumer) as decode:
+        for length, prompt in PROMPTS.items():
+            served = hand_over(prefill, decode, prompt, max_tokens=12)
+            assert served.tokens == expected[length], f"{length} tokens"
+            assert served.finish_reason is FinishReason.LENGTH
+        again = hand_over(prefill, decode, PROMPTS[97], max_tokens=12)
+        assert again.tokens == expected[97] and again.num_cached_tokens > 0
+        sides = [side.engine.stats()["kv_transfer"] for side in (prefill, decode)]
+        assert sum(side["num_transfers"] for side in sides) >= sum(n > 1 for n in PROMPTS)
+        assert not any(side["num_failed"] for side in sides)
+        prefill.drain()
+        decode.drain()
+
+
+def test_only_what_the_target_lacks_is_moved(prefill, decode, expected):
+    """Its own prefix hits, and the last token, are not sent."""
+    decode.engine.reset_prefix_cache()
+    bytes_before = decode.engine.stats()["kv_transfer"]["num_bytes"]
+    sent = []
+    for _ in range(2):
+        assert hand_over(prefill, decode, PROMPTS[97], max_tokens=12).tokens == expected[97]
+        now = decode.engine.stats()["kv_transfer"]["num_bytes"]
+        sent.append(now - bytes_before)
+        bytes_before = now
+    token_bytes = 2 * 2 * 2 * 8 * 4  # layers, heads, keys and values, head size, float32
+    assert sent == [96 * token_bytes, (96 - 96 // 24 * 24) * token_bytes]
+
+
+def test_several_requests_at_once_and_a_crowded_target(prefill, decode, expected):
+    """More prompts than the target has pages for: they wait for each other and none is lost."""
+    lengths = [97, 50, 97, 9, 97, 50, 97, 8]
+    offers = [ask_prefill(prefill, PROMPTS[n]) for n in lengths]
+    decode.engine.reset_prefix_cache()
+    requests = [
+        decode_request(PROMPTS[n], offer, max_tokens=12)
+        for n, offer in zip(lengths, offers, strict=True)
+    ]
+    for request in requests:
+        decode.engine.add(request)
+    decode.run(*(request.request_id for request in requests))
+    for n, request in zip(lengths, requests, strict=True):
+        assert decode.served[request.request_id].tokens == expected[n]
+    prefill.drain()
+    decode.drain()
+
+
+def test_an_abort_at_any_moment_frees_both_sides(prefill, decode, expected):
+    for steps in range(6):
+        request = decode_request(PROMPTS[50], ask_prefill(prefill, PROMPTS[50]), max_tokens=12)
+        decode.engine.add(request)
+        for _ in range(steps):
+            decode.step()
+        decode.engine.abort(request.request_id)
+        decode.run(request.request_id)
+        assert decode.served[request.request_id].finish_reason is FinishReason.ABORT
+        prefill.drain()
+        decode.drain()
+    assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
+
+
+def test_an_offer_that_nobody_takes_expires(brief):
+    expired = brief.engine.stats()["kv_transfer"]["num_expired"]
+    ask_prefill(brief, PROMPTS[9])
+    brief.drain()
+    assert brief.engine.stats()["kv_transfer"]["num_expired"] == expired + 1
+
+
+def test_a_waiting_request_keeps_its_offer_alive(brief, decode, expected):
+    """Heartbeats extend the lease while the target has no room."""
+    offer = ask_prefill(brief, PROMPTS[50])
+    request = decode_request(PROMPTS[50], offer, max_tokens=12)
+    decode.engine.add(request)
+    until = time.monotonic() + 3  # the lease alone lasts half of it
+    while time.monotonic() < until:
+        brief.step()  # and the target does not step
+    decode.run(request.request_id)
+    assert decode.served[request.request_id].tokens == expected[50]
+    brief.drain()
+
+
+def test_an_expired_offer_is_never_read(brief, decode):
+    offer = ask_prefill(brief, PROMPTS[97])
+    brief.drain()
+    decode.engine.reset_prefix_cache()
+    request = decode_request(PROMPTS[97], offer, max_tokens=12)
+    decode.engine.add(request)
+    decode.run(request.request_id)
+    assert decode.served[request.request_id].finish_reason is FinishReason.ERROR
+    assert not decode.served[request.request_id].tokens
+    assert "holds the pages" in decode.errors[request.request_id]
+    decode.drain()
+
+
+def test_what_cannot_be_loaded_may_be_recomputed(tiny, brief, expected):
+    settings = transfer("kv_consumer", kv_load_failure_policy="recompute")
+    with node(tiny, **settings) as decode:
+        offer = ask_prefill(brief, PROMPTS[50])
+        brief.drain()
+        for broken in (
+            offer,
+            {**offer, "remote_engine_id": "another"},
+            {**offer, "remote_port": 9},
+            {**offer, "remote_block_ids": offer["remote_block_ids"][:-1]},
+            {**offer, "remote_block_ids": [10**6] * len(offer["remote_block_ids"])},
+        ):
+            decode.engine.reset_prefix_cache()
+            request = decode_request(PROMPTS[50], broken, max_tokens=12)
+            decode.engine.add(request)
+            decode.run(request.request_id)
+            assert decode.served[request.request_id].tokens == expected[50]
+        assert decode.engine.stats()["kv_transfer"]["num_failed"] == 5
+        decode.drain()
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"remote_num_tokens": 49}, "read the same tokens"),
+        ({"remote_num_tokens": None}, "read the same tokens"),
+        ({"remote_block_ids": [[1], [2]]}, "one group of pages"),
+        ({"remote_block_ids": [-1]}, "kv_transfer_params"),
+        ({"remote_port": 0}, "kv_transfer_params"),
+        ({"remote_host": None}, "says where the KV is"),
+        ({"do_remote_decode": True}, "not both"),
+        ({"do_remote_decode": True, "do_remote_prefill": False}, "kv_producer"),
+    ],
+)
+def test_params_that_make_no_sense_are_refused_at_once(change, rule, prefill, decode):
+    offer = ask_prefill(prefill, PROMPTS[50])
+    with pytest.raises(RequestError, match=rule):
+        decode.engine.add(decode_request(PROMPTS[50], {**offer, **change}))
+    assert not decode.engine.has_work
+    hand_over(prefill, decode, PROMPTS[50], max_tokens=2)
+
+
+def test_an_engine_without_transfers_refuses_them(tiny):
+    engine = engine_of(tiny)
+    with pytest.raises(RequestError, match="kv-transfer-config"):
+        engine.add(decode_request(PROMPTS[9], {"do_remote_decode": True}))
+    engine.add(decode_request(PROMPTS[9], {"do_remote_decode": False}, max_tokens=1))
+    engine.close()
+
+
+def test_other_weights_are_refused_before_a_byte_moves(tiny, bare, decode):
+    settings = {**transfer("kv_producer"), "load_format": "dummy"}
+    with node(bare, **settings) as other:
+        request = decode_request(PROMPTS[50], ask_prefill(other, PROMPTS[50]))
+        before = decode.engine.stats()["kv_transfer"]["num_bytes"]
+        decode.engine.reset_prefix_cache()
+        decode.engine.add(request)
+        decode.run(request.request_id)
+        assert "compatibility" in decode.errors[request.request_id]
+        assert decode.engine.stats()["kv_transfer"]["num_bytes"] == before
+        decode.drain()
+
+
+def test_neuron_rules_hold_for_its_connector(tiny):
+    settings = {**SHAPES["dcp 3"], **transfer("kv_producer", "NeuronNixlConnector")}
+    with pytest.raises(MeshError, match="dcp is at most tp // kv_heads"):
+        engine_of(tiny, **settings)
+
+
+def test_one_prefill_engine_serves_two_shapes_at_once(tiny, prefill, decode, expected):
+    with node(tiny, **SHAPES["tp 4, dcp 2"], **transfer("kv_consumer")) as other:
+        nodes: list[Node] = [decode, other, decode, other]
+        decode.engine.reset_prefix_cache()
+        requests = [
+            decode_request(PROMPTS[97], ask_prefill(prefill, PROMPTS[97]), max_tokens=12)
+            for _ in nodes
+        ]
+        for target, request in zip(nodes, requests, strict=True):
+            target.engine.add(request)
+        deadline = time.monotonic() + PATIENCE
+        while any(
+            not t.served[r.request_id].finish_reason for t, r in zip(nodes, requests, strict=True)
+        ):
+            assert time.monotonic() < deadline
+            decode.step()
+            other.step()
+        for target, request in zip(nodes, requests, strict=True):
+            assert target.served[request.request_id].tokens == expected[97]
+        prefill.drain()
