@@ -44,8 +44,8 @@ class Route:
         return self._cut(self.begin, first, stop), self._cut(self.end, first, stop)
 
     def _cut(self, fraction: Fraction, first: int, stop: int) -> int:
-        if fraction == 1:
-            return stop
+        if fraction in (0, 1):
+            return stop if fraction else first
         unit = math.lcm(self.source.cut_unit, self.target.cut_unit)
         return max(first, int(first + fraction * (stop - first)) // unit * unit)
 

@@ -17,6 +17,7 @@ from dcpjax.layout import (
     decode_dcp_rank,
     decode_head_group,
     global_page,
+    head_group,
     heads_per_rank,
     num_head_groups,
 )
@@ -172,34 +173,26 @@ def neuron_remote_ranks(
         LayoutError: ranks and heads that do not divide.
         PlanError: of the two DCP sizes, or of the heads per rank, neither divides the other.
     """
-    _check_multiple("prefill_dcp", prefill_dcp, "decode_dcp", decode_dcp)
     groups = num_head_groups(prefill_tp, prefill_dcp)
+    wanted = head_group(decode_tp, decode_dcp, num_kv_heads, decode_head_group(rank, decode_dcp))
+    _check_multiple("prefill_dcp", prefill_dcp, "decode_dcp", decode_dcp)
+    dcp_ranks = _prefill_dcp_ranks(decode_dcp_rank(rank, decode_dcp), prefill_dcp, decode_dcp)
     return [
         dcp_rank * groups + group if is_dcp_slowest else group * prefill_dcp + dcp_rank
-        for group in _prefill_groups(
-            decode_head_group(rank, decode_dcp),
-            groups,
-            num_head_groups(decode_tp, decode_dcp),
-            num_kv_heads,
-        )
-        for dcp_rank in _prefill_dcp_ranks(
-            decode_dcp_rank(rank, decode_dcp), prefill_dcp, decode_dcp
-        )
+        for group in _groups_of_heads(*wanted, groups, num_kv_heads)
+        for dcp_rank in dcp_ranks
     ]
 
 
-def _prefill_groups(
-    decode_group: int, prefill_groups: int, decode_groups: int, num_kv_heads: int
-) -> list[int]:
-    """The prefill head groups whose heads a decode head group wants; the first of replicas."""
-    prefill_heads = heads_per_rank(prefill_groups, 1, num_kv_heads)
-    decode_heads = heads_per_rank(decode_groups, 1, num_kv_heads)
-    _check_multiple("prefill_heads", prefill_heads, "decode_heads", decode_heads)
-    prefill_replicas = max(1, prefill_groups // num_kv_heads)
-    first_head = decode_group // max(1, decode_groups // num_kv_heads) * decode_heads
-    count = max(1, decode_heads // prefill_heads)
-    first = first_head // prefill_heads
-    return [(first + place) * prefill_replicas for place in range(count)]
+def _groups_of_heads(head_start: int, head_stop: int, groups: int, num_kv_heads: int) -> list[int]:
+    """The head groups of the heads ``[head_start, head_stop)``, the first of each's replicas."""
+    heads = heads_per_rank(groups, 1, num_kv_heads)
+    _check_multiple(
+        "prefill heads per rank", heads, "decode heads per rank", head_stop - head_start
+    )
+    replicas = max(1, groups // num_kv_heads)
+    first, stop = head_start // heads, -(-head_stop // heads)
+    return [place * replicas for place in range(first, stop)]
 
 
 def _prefill_dcp_ranks(decode_rank: int, prefill_dcp: int, decode_dcp: int) -> list[int]:

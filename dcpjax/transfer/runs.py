@@ -132,15 +132,15 @@ def common_runs(source: TokenSplit, target: TokenSplit) -> CommonRuns:
 
 @dataclass(frozen=True, eq=False)
 class StridedRuns:
-    """Runs of tokens, each repeated: what one rank sends to another of one sequence.
+    """The runs of several periods: what one rank sends to another of one sequence.
 
-    Repetition k of run j is ``length[j]`` tokens from local index ``source_start[j] + k *
-    source_step`` of the source and ``target_start[j] + k * target_step`` of the target on, for k in
-    ``[0, count[j])``. It lies in one page of either side, at an offset that does not depend on k.
+    Repetition k of run j, for k in ``[0, count[j])``, is ``length[j]`` tokens from local index
+    ``source_start[j] + k * common.source_step`` of the source and ``target_start[j] + k *
+    common.target_step`` of the target on. It lies in one page of either side, at offsets that do
+    not depend on k.
     """
 
-    source: TokenSplit
-    target: TokenSplit
+    common: CommonRuns
     source_start: Array
     target_start: Array
     length: Array
@@ -151,19 +151,21 @@ class StridedRuns:
         return int(self.length @ self.count)
 
     @property
-    def common(self) -> CommonRuns:
-        """The period that these runs repeat."""
-        return common_runs(self.source, self.target)
+    def source(self) -> TokenSplit:
+        return self.common.source
+
+    @property
+    def target(self) -> TokenSplit:
+        return self.common.target
 
     def repeated(self, members: list[int]) -> tuple[Array, Array]:
         """Source and target starts of the runs ``members``, all repetitions written out."""
         count = self.count[members]
         run = np.repeat(members, count)
         repetition = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-        common = self.common
         return (
-            self.source_start[run] + repetition * common.source_step,
-            self.target_start[run] + repetition * common.target_step,
+            self.source_start[run] + repetition * self.common.source_step,
+            self.target_start[run] + repetition * self.common.target_step,
         )
 
     def source_indices(self) -> Array:
@@ -194,7 +196,7 @@ def strided_runs(source: TokenSplit, target: TokenSplit, first: int, stop: int) 
     parts = (
         columns[0] if len(columns) == 1 else [np.concatenate(c) for c in zip(*columns, strict=True)]
     )
-    return StridedRuns(source, target, *parts)
+    return StridedRuns(common, *parts)
 
 
 def _shifted(common: CommonRuns, period: int, count: int) -> tuple[Array, Array, Array, Array]:

@@ -11,6 +11,7 @@ target rank: if several source ranks hold different layers or heads of the same 
 the same staging page. What of a page is not wanted stays in staging.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from dcpjax.transfer.check import check_page_ids, check_region
 from dcpjax.transfer.memory import RankMemory, SequenceMemory
 from dcpjax.transfer.plan import TransferPath, TransferPlan
 from dcpjax.transfer.runs import Array, StridedRuns, TokenSplit
+
+Indices = npt.NDArray[np.int32]
 
 PIECE_COST_BYTES = 32 * 1024
 """Bytes that move in the time of one more piece.
@@ -123,20 +126,20 @@ class _Rows:
 
     slots: Array
     num_pages: int
-    source_page: Array
-    source_offset: Array
-    target_index: Array
+    source_page: Indices
+    source_offset: Indices
+    target_index: Indices
     target_page_size: int
 
     def landing(self, rank: int, staging_ids: Array, target_page_ids: Array) -> Landing:
-        page, offset = np.divmod(self.target_index, self.target_page_size)
-        columns = (
-            staging_ids[self.slots[self.source_page]],
-            self.source_offset,
-            target_page_ids[page],
-            offset,
+        page = self.target_index // self.target_page_size
+        return Landing(
+            rank,
+            staging_pages=staging_ids.astype(np.int32)[self.slots][self.source_page],
+            staging_offsets=self.source_offset,
+            target_pages=target_page_ids.astype(np.int32)[page],
+            target_offsets=self.target_index - page * self.target_page_size,
         )
-        return Landing(rank, *(column.astype(np.int32) for column in columns))
 
 
 def _rows_by_rank(plan: TransferPlan) -> dict[int, _Rows]:
@@ -153,16 +156,35 @@ def _rows_by_rank(plan: TransferPlan) -> dict[int, _Rows]:
 
 
 def _rows(plan: TransferPlan, deal: TokenSplit, target: TokenSplit) -> _Rows:
-    indices = np.arange(target.filled(plan.first_token), target.filled(plan.num_tokens))
-    tokens = target.position(indices)
+    """Worked out for one period, after which places repeat on the next pages, as runs do."""
+    period = math.lcm(deal.virtual_page, target.virtual_page)
+    tokens = target.position(np.arange(period // target.ranks))
     split = {"ranks": deal.ranks, "interleave": deal.interleave}
     page, offset = np.divmod(local_index(tokens, **split), deal.page_size)
-    source_page = _number(page, owner(tokens, **split), deal.ranks)
-    is_needed = np.zeros(int(source_page.max(initial=-1)) + 1, bool)
-    is_needed[source_page] = True
-    slots = np.cumsum(is_needed) - 1
-    num_pages = int(np.count_nonzero(is_needed))
-    return _Rows(slots, num_pages, source_page, offset, indices, target.page_size)
+    number = _number(page, owner(tokens, **split), deal.ranks)
+
+    first, stop = target.filled(plan.first_token), target.filled(plan.num_tokens)
+    periods = np.arange(first // len(tokens), -(-stop // len(tokens)))[:, None]
+    numbers_per_period = period // deal.page_size
+    begin = len(tokens) * int(periods[0, 0])
+    kept = slice(first - begin, stop - begin)
+    source_page = (number + periods * numbers_per_period).astype(np.int32).ravel()[kept]
+    slots = np.cumsum(_marked(source_page)) - 1
+    return _Rows(
+        slots=slots,
+        num_pages=int(slots[-1]) + 1,
+        source_page=source_page,
+        source_offset=np.tile(offset.astype(np.int32), len(periods))[kept],
+        target_index=np.arange(first, stop, dtype=np.int32),
+        target_page_size=target.page_size,
+    )
+
+
+def _marked(numbers: Array | Indices) -> npt.NDArray[np.bool_]:
+    """Whether each number from 0 to the greatest is among ``numbers``, of which there are some."""
+    marks = np.zeros(int(numbers.max()) + 1, bool)
+    marks[numbers] = True
+    return marks
 
 
 def _number(page: Array, residue: Array | int, ranks: int) -> Array:
@@ -173,10 +195,7 @@ def _number(page: Array, residue: Array | int, ranks: int) -> Array:
 def _source_pages(runs: StridedRuns) -> Array:
     """The pages of the source rank that the runs lie in, ascending."""
     start, _ = runs.repeated(list(range(len(runs.count))))
-    page = start // runs.source.page_size
-    is_needed = np.zeros(int(page.max()) + 1, bool)
-    is_needed[page] = True
-    return np.flatnonzero(is_needed)
+    return np.flatnonzero(_marked(start // runs.source.page_size))
 
 
 def _staged_group(

@@ -26,6 +26,9 @@ PLACEMENTS = [
     (KVPlacement.layer_split(8, **CACHE), 1),
     (KVPlacement.pcp(3, **CACHE), 3),
     (KVPlacement.pcp(3, **SHARDED), 1),
+    (KVPlacement.pcp_dcp(2, 3, 1, **SHARDED), 3),
+    (KVPlacement.pcp_dcp(8, 2, 2, **SHARDED), 2),
+    (KVPlacement.pcp_dcp(2, 3, 6, **SHARDED), 1),
 ]
 
 
@@ -152,3 +155,57 @@ def test_a_rank_exists(rank):
 def test_what_does_not_fit_is_refused(build, match):
     with pytest.raises(LayoutError, match=match):
         build()
+
+
+@pytest.mark.parametrize("tp, pcp, dcp", [(1, 3, 3), (2, 3, 3), (2, 3, 6), (4, 2, 8), (8, 2, 2)])
+def test_pcp_ranks_of_a_dcp_group_deal_tokens(deal, tp, pcp, dcp):
+    placement = KVPlacement.pcp_dcp(tp, pcp, dcp, **SHARDED)
+    holders = deal(NUM_TOKENS, dcp, 2)[:, 0]
+    for group in decode_groups(tp, dcp, pcp):
+        shares = [placement.shares[rank] for rank in group]
+        assert len({(share.head_start, share.head_stop) for share in shares}) == 1
+        for token_rank, rank in enumerate(group):
+            held = placement.holds(rank, *everything()).any(axis=(0, 1))
+            np.testing.assert_array_equal(held, holders == token_rank)
+
+
+def test_pcp_ranks_without_dcp_are_replicas():
+    placement = KVPlacement.pcp_dcp(2, 3, 1, **SHARDED)
+    assert placement.shares == KVPlacement.tensor_parallel(2, **CACHE).shares * 3
+
+
+def test_pcp_dcp_contains_the_others():
+    assert KVPlacement.pcp_dcp(8, 1, 4, **SHARDED) == KVPlacement.decode(8, 4, **SHARDED)
+    assert KVPlacement.pcp_dcp(1, 3, 1, **SHARDED) == KVPlacement.pcp(3, **CACHE)
+    assert KVPlacement.pcp_dcp(1, 3, 3, **SHARDED) == KVPlacement.pcp(3, **SHARDED)
+
+
+@pytest.mark.parametrize("tp, pcp, dcp, match", [(4, 4, 2, "dcp=2, pcp=4"), (4, 2, 3, "dcp=3")])
+def test_dcp_groups_hold_all_pcp_ranks(tp, pcp, dcp, match):
+    with pytest.raises(LayoutError, match=match):
+        KVPlacement.pcp_dcp(tp, pcp, dcp, **SHARDED)
+
+
+@pytest.mark.parametrize("layers", [(0, 2, 3), (4,), (0, 1, 2, 3, 4)])
+def test_selected_layers_stay_on_their_ranks(layers):
+    placement = KVPlacement.layer_split(3, **CACHE)
+    part = placement.select_layers(layers)
+    assert (part.layers, part.num_ranks) == (len(layers), 3)
+    for rank in range(3):
+        held = [placement.holds(rank, layer, 0, 0) for layer in layers]
+        assert [part.holds(rank, place, 0, 0) for place in range(len(layers))] == held
+
+
+@pytest.mark.parametrize(
+    "layers, match",
+    [
+        ((), "layers=0"),
+        ((5,), "layer=5, before=-1, layers=5"),
+        ((-1,), "layer=-1"),
+        ((2, 2), "layer=2, before=2"),
+        ((3, 1), "layer=1, before=3"),
+    ],
+)
+def test_selected_layers_ascend_and_exist(layers, match):
+    with pytest.raises(LayoutError, match=match):
+        KVPlacement.layer_split(3, **CACHE).select_layers(layers)

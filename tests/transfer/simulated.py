@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.bind import BoundTransfer
 from dcpjax.transfer.memory import RankMemory, SequenceMemory
+from dcpjax.transfer.staging import StagingMemory, num_staging_pages
 
 BASE = 4096
-UNTOUCHED = 0xA5
+UNTOUCHED, FOREIGN = 0xA5, 0x5A
 ITEM = np.dtype("<u4")
 
 
@@ -29,22 +30,16 @@ class SimulatedEngine:
     @classmethod
     def build(cls, placement, num_tokens, rng, *, with_gaps=False, items_per_token=1):
         """Regions one after the other, random page ids, a few pages more than are used."""
-        token_bytes = items_per_token * ITEM.itemsize
         num_ids = max(
             -(-num_tokens // (share.ranks * placement.page_size)) for share in placement.shares
         )
         num_pages = num_ids + int(rng.integers(1, 4))
-        ranks, address = [], BASE
-        for share in placement.shares:
-            gap = (lambda: int(rng.integers(0, 3)) * 4) if with_gaps else (lambda: 0)
-            head = placement.page_size * token_bytes + gap()
-            layer = share.num_heads * head + gap()
-            page = share.num_layers * layer + gap()
-            ranks.append(RankMemory(address, num_pages, page, layer, head, token_bytes))
-            address += num_pages * page + gap()
+        sizes = [(share.num_layers, share.num_heads) for share in placement.shares]
+        ranks, data = make_regions(
+            sizes, num_pages, placement.page_size, items_per_token, rng if with_gaps else None
+        )
         page_ids = rng.permutation(num_pages)[:num_ids]
-        data = np.full(address - BASE, UNTOUCHED, np.uint8)
-        return cls(SequenceMemory(placement, tuple(ranks), page_ids), data)
+        return cls(SequenceMemory(placement, ranks, page_ids), data)
 
     def places(self, rank, tokens):
         """Index into ``data`` of every (layer, head, token) of ``tokens`` that ``rank`` holds.
@@ -85,7 +80,78 @@ class SimulatedEngine:
         return data, num_bytes
 
     def fill(self, num_tokens):
+        """Make this a source: what is not of the sequence differs from what it is in a target."""
+        self.data.fill(FOREIGN)
         self.data, _ = self.expected(range(num_tokens))
+
+
+def make_regions(sizes, num_pages, page_size, items_per_token, gap_rng=None):
+    """A region per rank, of its (layers, heads), one after the other, and their bytes.
+
+    With ``gap_rng`` there are gaps after heads, layers, pages and regions, else none.
+    """
+    ranks, address = [], BASE
+    for num_layers, num_heads in sizes:
+        gaps = [0] * 4 if gap_rng is None else (gap_rng.integers(0, 3, 4) * 4).tolist()
+        token_bytes = items_per_token * ITEM.itemsize
+        head = page_size * token_bytes + gaps[0]
+        layer = num_heads * head + gaps[1]
+        page = num_layers * layer + gaps[2]
+        ranks.append(RankMemory(address, num_pages, page, layer, head, token_bytes))
+        address += num_pages * page + gaps[3]
+    return tuple(ranks), np.full(address - BASE, UNTOUCHED, np.uint8)
+
+
+@dataclass
+class SimulatedStaging:
+    """The staging pages of a target engine, as many as a plan takes."""
+
+    memory: StagingMemory
+    data: np.ndarray
+
+    @classmethod
+    def build(cls, plan, rng, *, with_gaps=False, items_per_token=1):
+        num_ids = num_staging_pages(plan)
+        num_pages = num_ids + int(rng.integers(1, 4))
+        sizes = [(share.num_layers, share.num_heads) for share in plan.target.shares]
+        ranks, data = make_regions(
+            sizes, num_pages, plan.source.page_size, items_per_token, rng if with_gaps else None
+        )
+        return cls(StagingMemory(ranks, rng.permutation(num_pages)[:num_ids]), data)
+
+    def land(self, bound: BoundTransfer, target: SimulatedEngine) -> None:
+        """What the scatter of each target rank does."""
+        for landing in bound.landings:
+            share = target.memory.placement.shares[landing.target_rank]
+            staged = self.memory.ranks[landing.target_rank]
+            region = target.memory.ranks[landing.target_rank]
+            rows = zip(
+                landing.staging_pages,
+                landing.staging_offsets,
+                landing.target_pages,
+                landing.target_offsets,
+                strict=True,
+            )
+            for staging_page, staging_offset, target_page, target_offset in rows:
+                for layer in range(share.num_layers):
+                    for head in range(share.num_heads):
+                        copy(
+                            self.data,
+                            item_address(staged, staging_page, layer, head, staging_offset),
+                            target.data,
+                            item_address(region, target_page, layer, head, target_offset),
+                            region.token_bytes,
+                        )
+
+
+def item_address(rank: RankMemory, page, layer, head, offset) -> int:
+    return (
+        rank.address
+        + int(page) * rank.page_stride
+        + layer * rank.layer_stride
+        + head * rank.head_stride
+        + int(offset) * rank.token_bytes
+    )
 
 
 def value_of(layer, head, token, item):
@@ -132,21 +198,24 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def placements(draw, layers: int, kv_heads: int, page_size: int) -> KVPlacement:
-    """Any constructor, up to 12 ranks."""
+    """Any constructor, up to 32 ranks."""
     cache = {"layers": layers, "kv_heads": kv_heads, "page_size": page_size}
     interleave = draw(st.sampled_from(divisors(page_size)))
-    dcp = draw(st.integers(1, 4))
-    groups = draw(st.sampled_from(sorted({*divisors(kv_heads), kv_heads, 2 * kv_heads})))
-    kind = draw(st.sampled_from(["tp", "decode", "prefill_dcp", "layer_split", "pcp", "pcp_dcp"]))
-    if kind == "tp":
-        return KVPlacement.tensor_parallel(groups, **cache)
-    if kind == "decode":
-        return KVPlacement.decode(groups * dcp, dcp, interleave=interleave, **cache)
-    if kind == "prefill_dcp":
-        return KVPlacement.prefill_dcp(groups * dcp, dcp, interleave=interleave, **cache)
-    if kind == "layer_split":
-        return KVPlacement.layer_split(draw(st.integers(1, layers + 2)), **cache)
-    return KVPlacement.pcp(dcp, interleave=None if kind == "pcp" else interleave, **cache)
+    split = {**cache, "interleave": interleave}
+    ranks = draw(st.integers(1, 4))
+    groups = draw(st.sampled_from(sorted({*divisors(kv_heads), 2 * kv_heads})))
+    builders = {
+        "tp": lambda: KVPlacement.tensor_parallel(groups, **cache),
+        "decode": lambda: KVPlacement.decode(groups * ranks, ranks, **split),
+        "prefill_dcp": lambda: KVPlacement.prefill_dcp(groups * ranks, ranks, **split),
+        "layer_split": lambda: KVPlacement.layer_split(draw(st.integers(1, layers + 2)), **cache),
+        "pcp": lambda: KVPlacement.pcp(ranks, **cache),
+        "pcp_sharded": lambda: KVPlacement.pcp(ranks, **split),
+        "pcp_dcp": lambda: KVPlacement.pcp_dcp(
+            groups, ranks, draw(st.sampled_from([1, ranks, groups * ranks])), **split
+        ),
+    }
+    return builders[draw(st.sampled_from(sorted(builders)))]()
 
 
 @st.composite
@@ -163,7 +232,7 @@ def placement_pairs(draw) -> tuple[KVPlacement, KVPlacement]:
 
 @st.composite
 def token_ranges(draw, source: KVPlacement, target: KVPlacement) -> range:
-    """Any part of a short sequence; lengths around pages and virtual pages more often than others."""
+    """Any part of a short sequence, often with a length near a page or a virtual page."""
     edges = {0, 1}
     for placement in (source, target):
         size = placement.page_size
