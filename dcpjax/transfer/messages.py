@@ -8,12 +8,14 @@
 | Heartbeat: I still want these requests     | HeartbeatReply: those of them that are held        |
 | Abort: I do not want this request any more | Aborted: nothing is written into my pages any more |
 | any of them                                | Failed: not done, for this reason                  |
+| any of them                                | OtherEngine: not done, I am not who is meant       |
 
 A frame is one message as msgpack. Lengths, counts and ids are bounded while a frame is decoded, so
 what arrives here is small and well formed, whoever sent it; whether it makes sense for a request is
 decided where the request is known.
 """
 
+import reprlib
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
@@ -33,6 +35,8 @@ Message = TypeVar("Message")
 _PAGE_ID = np.dtype("<i4")
 _MAX_VALUES = 16
 _MAX_TEXT = 500
+_words = reprlib.Repr()  # shows the beginning of what is long
+_words.maxother = _MAX_TEXT
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -48,6 +52,10 @@ Text = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
 
 class MessageError(PeerError):
     """A frame that is no message of this protocol."""
+
+
+class PeerRefusedError(PeerError):
+    """The peer has answered that it did not do what it was asked for; nothing of it goes on."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=str.lower):
@@ -136,7 +144,10 @@ class Aborted(Reply, frozen=True):
 
 
 class Failed(Reply, frozen=True):
-    """The rule that was broken, and the values that broke it, as in :class:`DcpjaxError`."""
+    """The rule that was broken, and the values that broke it, as in :class:`DcpjaxError`.
+
+    Nothing of what was asked for goes on. Where that is not sure, there is no answer at all.
+    """
 
     rule: Text
     values: Annotated[
@@ -144,8 +155,14 @@ class Failed(Reply, frozen=True):
     ] = msgspec.field(default_factory=dict[str, bool | int | float | str | None])
 
 
+class OtherEngine(Reply, frozen=True):
+    """``engine_id`` has taken the place of the engine that was meant."""
+
+    engine_id: Id
+
+
 AnyCall = Hello | Push | Landed | Heartbeat | Abort
-AnyReply = Welcome | Pushed | Released | HeartbeatReply | Aborted | Failed
+AnyReply = Welcome | Pushed | Released | HeartbeatReply | Aborted | Failed | OtherEngine
 
 _encoder = msgspec.msgpack.Encoder()
 _call_decoder: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)
@@ -213,12 +230,12 @@ def failed(error: DcpjaxError) -> Failed:
     return Failed(rule=error.rule[:_MAX_TEXT], values=values)
 
 
-def to_error(reply: Failed, *, peer: str) -> PeerError:
+def to_error(reply: Failed, *, peer: str) -> PeerRefusedError:
     """The error that a caller gets for such an answer of the engine at ``peer``."""
     values = {**reply.values, "peer": peer}
     for name in ("self", "rule"):  # the error's own parameters; the names are the peer's choice
         values.pop(name, None)
-    return PeerError(reply.rule, **values)
+    return PeerRefusedError(reply.rule, **values)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes) -> Message:
@@ -248,8 +265,14 @@ def _check_page_ids(ids: np.ndarray, num_pages: int) -> None:
 
 def _shown(value: object) -> bool | int | float | str | None:
     """A value as it may travel: numbers that fit and short texts as they are, else in words."""
-    if value is None or isinstance(value, bool | float):
-        return value
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return value
-    return (value if isinstance(value, str) else repr(value))[:_MAX_TEXT]
+    match value:
+        case None | bool():
+            return value
+        case int() if -(2**63) <= value < 2**63:
+            return int(value)
+        case float():
+            return float(value)
+        case str():
+            return value[:_MAX_TEXT]
+        case _:
+            return _words.repr(value)[:_MAX_TEXT]

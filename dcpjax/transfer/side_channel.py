@@ -14,14 +14,13 @@ import queue
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
-from dcpjax.errors import ConfigError, DcpjaxError, PeerError
+from dcpjax.errors import ConfigError, DcpjaxError
 from dcpjax.transfer.messages import (
     MAX_FRAME_BYTES,
     Abort,
@@ -33,6 +32,7 @@ from dcpjax.transfer.messages import (
     Hello,
     Landed,
     MessageError,
+    OtherEngine,
     Push,
     Pushed,
     Released,
@@ -60,7 +60,8 @@ class Handler(Protocol):
 
     The methods are called by the listener's thread and return soon: what takes time returns a
     future, which any thread may complete. An error becomes the answer ``Failed``, with rule and
-    values if it is a DcpjaxError, without any detail if not.
+    values if it is a DcpjaxError, without any detail if not. The caller of a ``push`` takes it to
+    mean that nothing writes any more, so an error is raised only when that is so.
     """
 
     def hello(self, call: Hello) -> Welcome | Future[Welcome]: ...
@@ -82,10 +83,11 @@ def channel_address(host: str, port: int) -> str:
 class SideChannelServer:
     """Answers the calls to one engine, from its own thread.
 
-    Whatever arrives is answered: what is no message, or meant for another engine, with ``Failed``.
+    Whatever arrives is answered: what is no message with ``Failed``, what is meant for another
+    engine with ``OtherEngine``.
 
     Args:
-        engine_id: of the engine that answers; calls for another one are refused.
+        engine_id: of the engine that answers.
         port: 0 chooses a free one.
 
     Raises:
@@ -104,13 +106,18 @@ class SideChannelServer:
         self._open: dict[bytes, _OpenCall] = {}
         self._answered = _Answers(_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES)
         self._finished: queue.SimpleQueue[tuple[bytes, Reply]] = queue.SimpleQueue()
-        self._bell, self._bell_pull = _bell()
+        self._bell, self._bell_pull = socket.socketpair()  # wakes the thread while it polls
+        for end in (self._bell, self._bell_pull):
+            end.setblocking(False)
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="dcpjax-side-channel", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Answer what is still open with ``Failed`` and stop listening. Idempotent."""
+        """Send the answers that are there and stop listening. Idempotent.
+
+        What is still open gets no answer, since what it asked for may still be going on.
+        """
         self._is_closing = True
         self._ring()
         self._thread.join()
@@ -146,8 +153,6 @@ class SideChannelServer:
 
     def _end(self) -> None:
         self._send_finished()
-        for call_id in list(self._open):
-            self._finish(call_id, Failed(rule="the engine is shutting down"))
         self._router.close(linger=_LINGER_MS)
         self._bell.close()
         self._bell_pull.close()
@@ -170,19 +175,13 @@ class SideChannelServer:
         route.append(call_id)
         try:
             call = decode_call(payload)
-            self._check_addressee(call)
-        except PeerError as error:
+        except MessageError as error:
             self._send(route, encode(failed(error)))
-        else:
+            return
+        if call.engine_id == self._engine_id:
             self._serve(route, call_id, call)
-
-    def _check_addressee(self, call: AnyCall) -> None:
-        if call.engine_id != self._engine_id:
-            raise PeerError(
-                "the engine at an address is the one that is expected there",
-                expected=call.engine_id,
-                found=self._engine_id,
-            )
+        else:
+            self._send(route, encode(OtherEngine(engine_id=self._engine_id)))
 
     def _serve(self, route: list[bytes], call_id: bytes, call: AnyCall) -> None:
         if (answer := self._answered.get(call_id)) is not None:
@@ -223,11 +222,12 @@ class SideChannelServer:
     def _finish(self, call_id: bytes, reply: Reply) -> None:
         call = self._open.pop(call_id)
         if not isinstance(reply, call.reply_type | Failed):
-            reply = _failure(TypeError(f"{reply!r} is no answer, {call.reply_type} is"))
+            name, wanted = type(reply).__name__, call.reply_type.__name__
+            reply = _failure(TypeError(f"{name} is no answer, {wanted} is"))
         try:
             answer = encode(reply)
-        except MessageError as error:
-            answer = encode(failed(error))
+        except Exception as error:  # too long, or fields of wrong types; the listener goes on
+            answer = encode(_failure(error))
         self._answered.put(call_id, answer)
         self._send(call.route, answer)
 
@@ -266,6 +266,7 @@ class _Answers:
 def _listen(context: zmq.Context, host: str, port: int) -> zmq.Socket:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.MAXMSGSIZE, CUT_OFF_BYTES)
+    router.setsockopt(zmq.TCP_KEEPALIVE, 1)  # a machine that is switched off closes nothing
     router.setsockopt(zmq.IPV6, ":" in host)
     try:
         router.bind(channel_address(host, port))
@@ -275,14 +276,6 @@ def _listen(context: zmq.Context, host: str, port: int) -> zmq.Socket:
             "the side channel can listen at its address", host=host, port=port, reason=str(error)
         ) from error
     return router
-
-
-def _bell() -> Sequence[socket.socket]:
-    """Two connected sockets, to wake a thread that polls: its end, and the end for the others."""
-    ends = socket.socketpair()
-    for end in ends:
-        end.setblocking(False)
-    return ends
 
 
 def _outcome(done: Future[Reply]) -> Reply:

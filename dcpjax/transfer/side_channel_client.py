@@ -22,6 +22,7 @@ from dcpjax.transfer.messages import (
     Hello,
     Landed,
     MessageError,
+    OtherEngine,
     Push,
     Pushed,
     Released,
@@ -39,6 +40,10 @@ class PeerSilentError(PeerError):
     """No answer within the deadline. What was asked for may have happened, or be happening."""
 
 
+class PeerGoneError(PeerError):
+    """Another engine answers at the address of the one that was meant."""
+
+
 class SideChannelClient:
     """Calls one engine. All methods may be used by many threads at once.
 
@@ -50,9 +55,10 @@ class SideChannelClient:
         repeat_s: seconds without an answer after which a message is sent again.
 
     Raises (every method of a message):
-        PeerSilentError: nothing came.
-        PeerError: the other side refused, with its rule and values; or has sent nonsense; or the
-            client is closed.
+        PeerRefusedError: it was not done; the rule and values are those of the other side.
+        PeerGoneError: it was not done, by an engine that is not the one that is meant.
+        PeerSilentError: nothing came; like after all that follow, it may have been done.
+        PeerError: the answer is nonsense, the address is none, or the client is closed.
     """
 
     def __init__(self, address: str, *, repeat_s: float = 1.0) -> None:
@@ -92,16 +98,28 @@ class SideChannelClient:
     ) -> Answer:
         with self._socket() as socket:
             answer = self._exchange(socket, call, timeout_s, may_repeat)
-        if isinstance(answer, Failed):
-            raise to_error(answer, peer=self.address)
-        if not isinstance(answer, answer_type):
-            raise MessageError(
-                "an answer fits to its call",
-                peer=self.address,
-                call=type(call).__name__,
-                answer=type(answer).__name__,
-            )
-        return answer
+        if isinstance(answer, answer_type):
+            return answer
+        raise self._error(call, answer)
+
+    def _error(self, call: AnyCall, answer: AnyReply) -> PeerError:
+        match answer:
+            case Failed():
+                return to_error(answer, peer=self.address)
+            case OtherEngine():
+                return PeerGoneError(
+                    "the engine at an address is the one that is expected there",
+                    expected=call.engine_id,
+                    found=answer.engine_id,
+                    peer=self.address,
+                )
+            case _:
+                return MessageError(
+                    "an answer fits to its call",
+                    call=type(call).__name__,
+                    answer=type(answer).__name__,
+                    peer=self.address,
+                )
 
     def _exchange(
         self, socket: zmq.Socket, call: AnyCall, timeout_s: float, may_repeat: bool
@@ -143,15 +161,21 @@ class SideChannelClient:
         self._put_back(socket)
 
     def _take(self) -> zmq.Socket:
+        # All under the lock: `close` waits for every socket, so it has to know all of them.
         with self._lock:
             if self._is_closed:
                 raise self._closed()
-            if self._idle:
-                return self._idle.pop()
-            socket = self._context.socket(zmq.DEALER)
+            return self._idle.pop() if self._idle else self._connect()
+
+    def _connect(self) -> zmq.Socket:
+        socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, CUT_OFF_BYTES)
         socket.setsockopt(zmq.IPV6, "[" in self.address)
-        socket.connect(self.address)
+        try:
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise PeerError("a peer has an address", peer=self.address) from error
         return socket
 
     def _put_back(self, socket: zmq.Socket) -> None:

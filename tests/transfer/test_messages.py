@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpjax.errors import ContextLengthError, LayoutError, PeerError, TransferError
+from dcpjax.errors import ContextLengthError, LayoutError, TransferError
 from dcpjax.transfer import messages
 from dcpjax.transfer.messages import (
     MAX_FRAME_BYTES,
@@ -23,6 +23,8 @@ from dcpjax.transfer.messages import (
     Hello,
     Landed,
     MessageError,
+    OtherEngine,
+    PeerRefusedError,
     Push,
     Pushed,
     Released,
@@ -60,6 +62,7 @@ REPLIES = [
     Released(ok=False),
     HeartbeatReply(request_ids=("r",)),
     Aborted(),
+    OtherEngine(engine_id="q"),
     Failed(rule="a rule"),
     Failed(rule="a rule", values={"a": 1, "b": "x", "c": 0.5, "d": True, "e": None}),
 ]
@@ -208,19 +211,28 @@ def test_page_ids_are_in_range() -> None:
 def test_an_error_arrives_with_its_rule_and_values() -> None:
     error = TransferError("a rule", count=3, ratio=0.5, name="x", missing=None, flag=True)
     arrived = to_error(through_the_wire(failed(error)), peer="tcp://there")
-    assert [type(arrived), arrived.rule] == [PeerError, "a rule"]
+    assert [type(arrived), arrived.rule] == [PeerRefusedError, "a rule"]
     assert arrived.values == {**error.values, "peer": "tcp://there"}
 
 
 def test_what_cannot_travel_is_told_in_words() -> None:
-    values = {"big": 2**64, "array": np.arange(3), "numpy": np.int64(7), "long": "y" * 9999}
+    values = {
+        "big": 2**64,
+        "array": np.arange(3),
+        "numpy": np.int64(7),
+        "float": np.float64(0.5),
+        "long": "y" * 9999,
+        "list": list(range(10**6)),
+    }
     arrived = through_the_wire(failed(LayoutError("r" * 9999, **values)))
     assert arrived.rule == "r" * 500
     assert arrived.values == {
         "big": "18446744073709551616",
         "array": "array([0, 1, 2])",
         "numpy": "np.int64(7)",
+        "float": 0.5,
         "long": "y" * 500,
+        "list": "[0, 1, 2, 3, 4, 5, ...]",
     }
     many = TransferError("many", **{f"v{i}": i for i in range(40)})
     assert len(through_the_wire(failed(many)).values) == 16

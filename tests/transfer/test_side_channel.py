@@ -26,6 +26,8 @@ from dcpjax.transfer.messages import (
     Hello,
     Landed,
     MessageError,
+    OtherEngine,
+    PeerRefusedError,
     Push,
     Pushed,
     Released,
@@ -35,7 +37,11 @@ from dcpjax.transfer.messages import (
     encode,
 )
 from dcpjax.transfer.side_channel import CUT_OFF_BYTES, SideChannelServer, channel_address
-from dcpjax.transfer.side_channel_client import PeerSilentError, SideChannelClient
+from dcpjax.transfer.side_channel_client import (
+    PeerGoneError,
+    PeerSilentError,
+    SideChannelClient,
+)
 
 LONG = 60.0
 """Seconds, for answers that come: the tests are over long before, unless something is broken."""
@@ -221,7 +227,7 @@ def test_what_is_no_call_is_answered_and_the_listener_goes_on(
     with raw_socket(kind, server.address) as raw:
         raw.send_multipart(frames)
         reply = answer(raw.recv_multipart())
-        assert isinstance(reply, Failed)
+        assert isinstance(reply, Failed | OtherEngine)
         assert producer.num_calls == 0
         raw.send_multipart([CALL_ID, encode(ABORT)])
         assert raw.recv_multipart() == [CALL_ID, encode(Aborted())]
@@ -319,16 +325,16 @@ def test_open_calls_are_bounded(
     producer: FakeProducer, client: SideChannelClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(side_channel, "_MAX_OPEN_CALLS", 2)
+    calls = [msgspec.structs.replace(PUSH, request_id=name) for name in "ab"]
     with ThreadPoolExecutor(2) as pool:
-        pushes = [pool.submit(client.push, PUSH, timeout_s=LONG) for _ in range(2)]
-        first = producer.has_push.acquire() and producer.pushes["r"]
-        second = producer.has_push.acquire() and producer.pushes["r"]
-        with pytest.raises(PeerError, match="too many calls are open.*limit=2"):
+        pushes = [pool.submit(client.push, call, timeout_s=LONG) for call in calls]
+        for _ in calls:
+            producer.has_push.acquire()
+        with pytest.raises(PeerRefusedError, match="too many calls are open.*limit=2"):
             client.abort(ABORT, timeout_s=LONG)
-        for future in {first, second}:
+        for future in producer.pushes.values():
             future.set_result(Pushed())
-        pushes[1].result()
-        pushes[0].result()
+        assert [push.result() for push in pushes] == [Pushed()] * 2
     assert client.abort(ABORT, timeout_s=LONG) == Aborted()
 
 
@@ -452,9 +458,8 @@ def test_an_error_of_ours_is_told_with_its_values(
     producer: FakeProducer, client: SideChannelClient, how: Any
 ) -> None:
     producer.abort_answer = how(TransferError("a rule of ours", pages=3))
-    with pytest.raises(PeerError, match="a rule of ours .pages=3, peer='tcp:") as caught:
+    with pytest.raises(PeerRefusedError, match="a rule of ours .pages=3, peer='tcp:"):
         client.abort(ABORT, timeout_s=LONG)
-    assert not isinstance(caught.value, PeerSilentError)
 
 
 def cancelled() -> Future[Aborted]:
@@ -471,6 +476,8 @@ FAILURES: dict[str, Callable[[], Any]] = {
     "no message": lambda: "secret",
     "nothing": lambda: None,
     "a class": lambda: Reply,
+    "wrong field": lambda: Failed(rule=object()),  # type: ignore[arg-type]
+    "no text": lambda: Failed(rule="\ud800"),
 }
 
 
@@ -482,7 +489,7 @@ def test_a_bug_of_ours_is_logged_and_told_without_details(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     producer.abort_answer = answer
-    with pytest.raises(PeerError, match="its log has the reason") as caught:
+    with pytest.raises(PeerRefusedError, match="its log has the reason") as caught:
         client.abort(ABORT, timeout_s=LONG)
     assert "secret" not in str(caught.value)
     assert caplog.records[-1].exc_info is not None
@@ -511,7 +518,7 @@ def test_a_restarted_engine_is_another_one() -> None:
         newcomer = FakeProducer()
         with closing(SideChannelServer(newcomer, engine_id="q", port=old.port)):
             for call, method in ((LANDED, client.landed), (HELLO, client.hello)):
-                with pytest.raises(PeerError, match="expected='p', found='q'"):
+                with pytest.raises(PeerGoneError, match="expected='p', found='q', peer="):
                     method(call, timeout_s=LONG)
             assert newcomer.num_calls == 0
             again = msgspec.structs.replace(LANDED, engine_id="q")
@@ -550,16 +557,22 @@ def test_what_was_not_sent_in_time_is_never_sent(producer: FakeProducer) -> None
     assert [producer.num_calls, producer.pushes] == [1, {}]
 
 
-def test_closing_the_listener_answers_what_is_open(
+def test_closing_the_listener_sends_what_is_finished_and_nothing_else(
     producer: FakeProducer, server: SideChannelServer, client: SideChannelClient
 ) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pushed = pool.submit(client.push, PUSH, timeout_s=LONG)
-        producer.has_push.acquire()
+    """A write that is still open may go on, so nobody is told that it has ended."""
+    with ThreadPoolExecutor(2) as pool:
+        calls = [msgspec.structs.replace(PUSH, request_id=name) for name in "ab"]
+        finished = pool.submit(client.push, calls[0], timeout_s=LONG)
+        unfinished = pool.submit(client.push, calls[1], timeout_s=1.0)
+        for _ in calls:
+            producer.has_push.acquire()
+        producer.pushes["a"].set_result(Pushed())
         server.close()
-        with pytest.raises(PeerError, match="shutting down"):
-            pushed.result()
-    producer.pushes["r"].set_result(Pushed())  # too late, and no error here
+        assert finished.result() == Pushed()
+        producer.pushes["b"].set_result(Pushed())  # too late, and no error here
+        with pytest.raises(PeerSilentError):
+            unfinished.result()
     server.close()
 
 
@@ -576,6 +589,14 @@ def test_closing_a_client_ends_its_calls(producer: FakeProducer, server: SideCha
     client.close()
     with pytest.raises(PeerError, match="while it is open"):
         client.abort(ABORT, timeout_s=LONG)
+
+
+@pytest.mark.parametrize("host", ["", "no host", "[", "1.2.3.4:5"])
+def test_what_is_no_address_is_an_error(host: str) -> None:
+    """It comes from a request's JSON."""
+    with closing(SideChannelClient(f"tcp://{host}:x")) as client:
+        with pytest.raises(PeerError, match="a peer has an address .peer='tcp:"):
+            client.abort(ABORT, timeout_s=LONG)
 
 
 def test_an_address_is_listened_at_once(server: SideChannelServer) -> None:
