@@ -15,6 +15,7 @@ DcpjaxError
 ├── EngineDeadError               the engine stopped; nothing can be served any more
 │
 │   of the HTTP server alone, in ``server/errors.py``:
+├── LegError                      an engine behind the router does not answer: HTTP 503
 ├── SequenceFailedError           the engine gave up one sequence: HTTP 500
 ├── UnavailableError              too many requests, or shutting down: HTTP 503
 ├── UnknownModelError             the server does not answer to this model name: HTTP 404

@@ -10,7 +10,13 @@ from typing import Any
 import click
 
 import dcpjax
-from dcpjax.cli.options import SectionCommand, WrongSettings, engine_options, option
+from dcpjax.cli.options import (
+    Function,
+    SectionCommand,
+    WrongSettings,
+    engine_options,
+    option,
+)
 from dcpjax.cli.progress import LoadingProgress
 from dcpjax.config import EngineConfig
 
@@ -24,9 +30,44 @@ def main() -> None:
     """Serve language models with their KV cache sharded over devices, in JAX."""
 
 
+_LISTENING = (
+    option("Server", "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all"),
+    option("Server", "--port", default=8000, help="port to listen on; 0 for any free one"),
+    option(
+        "Server",
+        "--api-key",
+        "api_keys",
+        multiple=True,
+        envvar="DCPJAX_API_KEY",
+        show_envvar=True,
+        help="key that clients must send; may be given several times; default: none needed",
+    ),
+    option(
+        "Server",
+        "--shutdown-timeout",
+        default=30.0,
+        help="seconds that running requests get to finish after the first Ctrl-C",
+    ),
+    option(
+        "Server",
+        "--uvicorn-log-level",
+        "log_level",
+        type=click.Choice(["critical", "error", "warning", "info", "debug", "trace"]),
+        default="warning",
+        help="what the web server logs; info shows each request",
+    ),
+)
+
+
+def _listening_options(function: Function) -> Function:
+    """Add what every server of ours can be told."""
+    for add in reversed(_LISTENING):
+        function = add(function)
+    return function
+
+
 @main.command("serve", cls=SectionCommand)
-@option("Server", "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all")
-@option("Server", "--port", default=8000, help="port to listen on; 0 for any free one")
+@_listening_options
 @option(
     "Server",
     "--served-model-name",
@@ -36,32 +77,9 @@ def main() -> None:
 )
 @option(
     "Server",
-    "--api-key",
-    "api_keys",
-    multiple=True,
-    envvar="DCPJAX_API_KEY",
-    show_envvar=True,
-    help="key that clients must send; may be given several times; default: none needed",
-)
-@option(
-    "Server",
     "--max-queued-requests",
     default=256,
     help="sequences that may wait for their turn; more are refused with 503",
-)
-@option(
-    "Server",
-    "--shutdown-timeout",
-    default=30.0,
-    help="seconds that running requests get to finish after the first Ctrl-C",
-)
-@option(
-    "Server",
-    "--uvicorn-log-level",
-    "log_level",
-    type=click.Choice(["critical", "error", "warning", "info", "debug", "trace"]),
-    default="warning",
-    help="what the web server logs; info shows each request",
 )
 @engine_options
 def serve_command(
@@ -113,6 +131,69 @@ def serve_command(
         )
     if not is_closed:  # an ordinary exit would wait for the engine's thread
         os._exit(EXIT_FORCED)
+
+
+@main.command("router", cls=SectionCommand)
+@option(
+    "Engines",
+    "--prefill",
+    "prefill_urls",
+    multiple=True,
+    metavar="URL",
+    help="engine that computes prompts, http://host:port; may be given several times",
+)
+@option(
+    "Engines",
+    "--decode",
+    "decode_urls",
+    multiple=True,
+    metavar="URL",
+    help="engine that generates, http://host:port; may be given several times",
+)
+@option(
+    "Engines",
+    "--prefill-fallback",
+    type=click.Choice(["decode", "error"]),
+    default="decode",
+    help="who computes a prompt when no prefill engine can",
+)
+@option(
+    "Engines",
+    "--health-interval",
+    default=2.0,
+    help="seconds between two questions to an engine whether it lives",
+)
+@_listening_options
+@option(
+    "Server",
+    "--max-open-requests",
+    default=1024,
+    help="requests under way at the same time; more are refused with 503",
+)
+def router_command(**settings: Any) -> None:
+    """One OpenAI endpoint before engines that compute prompts and engines that generate.
+
+    A request goes to a prefill engine (dcpjax serve with kv_role kv_producer), then with what that
+    says about its KV cache to a decode engine (kv_consumer), whose answer is passed on. Requests
+    for several choices or prompts go to a decode engine alone.
+
+    \b
+    Example: one prefill engine, two decode engines
+        dcpjax router --prefill http://10.0.0.1:8000 \\
+            --decode http://10.0.0.2:8000 --decode http://10.0.0.3:8000 --port 8080
+    """
+    try:
+        from dcpjax.server import router, router_config, run
+    except ModuleNotFoundError as error:
+        raise WrongSettings(f"dcpjax router needs {error.name}: install dcpjax[server]") from error
+    config = router_config.RouterConfig(**settings)
+    with run.bind(config) as bound:
+        url = f"{run.url_of(bound)}/v1"
+
+        def announce(server: Any, peers: Any) -> None:
+            click.echo(f"ready: {peers.summary()} at {url} (Ctrl-C stops)")
+
+        asyncio.run(router.serve(config, bound, on_ready=announce))
 
 
 def _load(config: EngineConfig) -> Any:

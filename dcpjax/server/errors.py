@@ -45,6 +45,10 @@ class BodyTooLargeError(DcpjaxError):
     """A request body beyond the limit."""
 
 
+class LegError(DcpjaxError):
+    """Of the router: an engine did not answer, or its answer broke off."""
+
+
 class SequenceFailedError(DcpjaxError):
     """The engine gave up one sequence, and goes on with the others."""
 
@@ -66,7 +70,7 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(413, str(error), code="request_too_large")
         case SequenceFailedError():
             return ApiError(500, str(error), code="sequence_failed")
-        case UnavailableError() | EngineDeadError():
+        case UnavailableError() | EngineDeadError() | LegError():
             return ApiError(503, str(error), code="unavailable")
         case _:
             return ApiError(500, "the server failed on this request; its log has the reason")

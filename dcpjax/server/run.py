@@ -11,8 +11,10 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from dcpjax.errors import ConfigError
 from dcpjax.llm.interfaces import TokenEngine
@@ -24,7 +26,7 @@ from dcpjax.text.tokenizer import Tokenizer
 
 _FLUSH_SECONDS = 5  # for answers that are complete and not yet read by their clients
 _ABORT_SECONDS = 30  # for the step that is running when everything is aborted
-_KEEP_ALIVE_SECONDS = 30
+KEEP_ALIVE_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,33 @@ class ServerConfig:
             raise ConfigError("an API key is not empty")
 
 
-def bind(config: ServerConfig) -> socket.socket:
+class Address(Protocol):
+    """Where to listen."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def port(self) -> int: ...
+
+
+class Calls(Protocol):
+    """What is under way in a server that is to end."""
+
+    def stop_accepting(self) -> None: ...
+
+    def abort_all(self) -> None:
+        """End every open call soon, properly."""
+        ...
+
+    def abandon(self) -> None:
+        """Let the exit wait for nothing."""
+        ...
+
+    async def wait_idle(self) -> None: ...
+
+
+def bind(config: Address) -> socket.socket:
     """A socket that holds the port and does not listen yet.
 
     Raises:
@@ -77,6 +105,18 @@ def bind(config: ServerConfig) -> socket.socket:
         bound.close()
         raise _cannot_listen(config, error) from error
     return bound
+
+
+def listen(bound: socket.socket, config: Address) -> None:
+    """Take connections.
+
+    Raises:
+        ConfigError: somebody else took the port in the meantime.
+    """
+    try:
+        bound.listen()
+    except OSError as error:
+        raise _cannot_listen(config, error) from error
 
 
 def url_of(bound: socket.socket) -> str:
@@ -104,10 +144,10 @@ async def serve(
         EngineDeadError: the engine failed.
     """
     try:
-        bound.listen()
-    except OSError as error:
+        listen(bound, config)
+    except ConfigError:
         engine.close()
-        raise _cannot_listen(config, error) from error
+        raise
     client = EngineClient(
         engine,
         max_open=max_num_seqs + config.max_queued_requests,
@@ -120,13 +160,7 @@ async def serve(
         model_names=config.model_names,
     )
     server = GracefulServer(
-        uvicorn.Config(
-            create_app(service, api_keys=config.api_keys),
-            log_level=config.log_level,
-            lifespan="off",
-            timeout_graceful_shutdown=_FLUSH_SECONDS,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        ),
+        web_config(create_app(service, api_keys=config.api_keys), config.log_level),
         client,
         shutdown_timeout=config.shutdown_timeout,
         on_ready=on_ready,
@@ -137,19 +171,29 @@ async def serve(
     return client.has_ended
 
 
+def web_config(app: ASGIApp, log_level: str) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_level=log_level,
+        lifespan="off",
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+
+
 class GracefulServer(uvicorn.Server):
     """A uvicorn server whose streams end with a finish reason, not with a closed socket."""
 
     def __init__(
         self,
         config: uvicorn.Config,
-        client: EngineClient,
+        calls: Calls,
         *,
         shutdown_timeout: float,
         on_ready: Callable[["GracefulServer"], None],
     ) -> None:
         super().__init__(config)
-        self._client = client
+        self._calls = calls
         self._shutdown_timeout = shutdown_timeout
         self._on_ready = on_ready
         self._num_signals = 0
@@ -170,13 +214,13 @@ class GracefulServer(uvicorn.Server):
     def _begin_exit(self) -> None:
         self._num_signals += 1
         if self._num_signals == 1:
-            self._client.stop_accepting()
+            self._calls.stop_accepting()
             self._drain_task = self._loop.create_task(self._drain())
         elif self._num_signals == 2:
-            self._client.abort_all()
+            self._calls.abort_all()
         else:
             self.force_exit = self.should_exit = True
-            self._client.abandon()
+            self._calls.abandon()
 
     def end_failed(self) -> None:
         """The engine failed: let the streams say so to their clients, then leave."""
@@ -185,14 +229,14 @@ class GracefulServer(uvicorn.Server):
     async def _drain(self) -> None:
         """Wait for running calls, then abort them, then leave."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._client.wait_idle(), self._shutdown_timeout)
-        self._client.abort_all()
+            await asyncio.wait_for(self._calls.wait_idle(), self._shutdown_timeout)
+        self._calls.abort_all()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._client.wait_idle(), _ABORT_SECONDS)
+            await asyncio.wait_for(self._calls.wait_idle(), _ABORT_SECONDS)
         self.should_exit = True
 
 
-def _cannot_listen(config: ServerConfig, error: OSError | ValueError) -> ConfigError:
+def _cannot_listen(config: Address, error: OSError | ValueError) -> ConfigError:
     return ConfigError(
         "the server needs an address to listen on",
         host=config.host,

@@ -1,0 +1,156 @@
+"""Which engines answer a call: prefill first, then decode, and who else is asked if one fails.
+
+Another engine is asked only as long as the client has seen nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import httpx
+import msgspec
+
+from dcpjax.server.errors import LegError, UnavailableError
+from dcpjax.server.router_bodies import (
+    Fields,
+    decode_body,
+    prefill_body,
+    read_fields,
+    transfer_params_of,
+)
+from dcpjax.server.router_config import PrefillFallback
+from dcpjax.server.router_legs import Answer, Call, opened
+from dcpjax.server.router_metrics import RouterMetrics
+from dcpjax.server.router_peers import Peer, Peers, Role
+
+CHAT = "/v1/chat/completions"
+_UNAVAILABLE = 503
+
+
+class NoAnswerError(LegError):
+    """Every engine that could be asked failed. ``answer`` is the last one's own words, if any."""
+
+    def __init__(self, role: Role, failures: list[LegError | Answer]) -> None:
+        last = failures[-1] if failures else None
+        self.answer = last if isinstance(last, Answer) and last.status >= 500 else None
+        reason = str(last) if isinstance(last, LegError) else "none is healthy"
+        super().__init__(f"a {role.value} engine can answer", asked=len(failures), reason=reason)
+
+    @property
+    def is_overload(self) -> bool:
+        return self.answer is not None and self.answer.status == _UNAVAILABLE
+
+
+class Ways:
+    """The ways of calls through the engines."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        peers: Peers,
+        metrics: RouterMetrics,
+        prefill_fallback: PrefillFallback,
+    ) -> None:
+        self._http = http
+        self._peers = peers
+        self._metrics = metrics
+        self._prefill_fallback = prefill_fallback
+
+    def check_decode(self) -> None:
+        """Raise UnavailableError where nobody could answer."""
+        if not self._peers.healthy(Role.DECODE):
+            raise UnavailableError("no decode engine is healthy")
+
+    async def generate(self, call: Call, legs: AsyncExitStack) -> Answer:
+        """The answer to a completion or a chat, which streams as long as ``legs`` is open.
+
+        Raises:
+            LegError, UnavailableError: nobody answers.
+        """
+        self.check_decode()
+        fields = read_fields(call.body)
+        if fields is None:
+            return await self.direct(call, legs)
+        prefilled = await self._prefill(call, fields)
+        if isinstance(prefilled, Answer):
+            return prefilled
+        try:
+            return await self._decode(call, fields, prefilled, legs)
+        except NoAnswerError as error:
+            if prefilled is None or error.is_overload:
+                raise
+        # The KV may have been lost with its engine, or used up by a decode engine that failed.
+        self._metrics.repeated_prefills.inc()
+        prefilled = await self._prefill(call, fields)
+        if isinstance(prefilled, Answer):
+            return prefilled
+        return await self._decode(call, fields, prefilled, legs)
+
+    async def direct(self, call: Call, legs: AsyncExitStack) -> Answer:
+        """The answer of a decode engine to a call as it came; also to what is not a generation."""
+        return await self._first_good(Role.DECODE, call, legs, _is_final)
+
+    async def _prefill(self, call: Call, fields: Fields) -> msgspec.Raw | Answer | None:
+        """Where the KV of the prompt is; or the answer to a call that is wrong; or None where
+        decode has to compute the prompt."""
+        body = prefill_body(fields, is_chat=call.path == CHAT)
+        leg_call = dataclasses.replace(call, body=body)
+        try:
+            async with AsyncExitStack() as legs:
+                answer = await self._first_good(Role.PREFILL, leg_call, legs, _is_prefilled)
+        except NoAnswerError:
+            if self._prefill_fallback == "error":
+                raise
+            self._metrics.fallbacks.inc()
+            return None
+        return transfer_params_of(answer.body) if answer.status == 200 else answer
+
+    async def _decode(
+        self, call: Call, fields: Fields, params: msgspec.Raw | None, legs: AsyncExitStack
+    ) -> Answer:
+        body = decode_body(fields, params)
+        return await self.direct(dataclasses.replace(call, body=body), legs)
+
+    async def _first_good(
+        self, role: Role, call: Call, legs: AsyncExitStack, is_good: Callable[[Answer], bool]
+    ) -> Answer:
+        """Ask one engine after the other, each once.
+
+        Raises:
+            NoAnswerError: no answer was good.
+        """
+        tried: set[Peer] = set()
+        failures: list[LegError | Answer] = []
+        while (peer := self._peers.choose(role, tried)) is not None:
+            tried.add(peer)
+            with self._metrics.leg_seconds[role].time():
+                outcome = await self._ask(peer, call, legs, is_good)
+            if isinstance(outcome, Answer) and is_good(outcome):
+                return outcome
+            self._metrics.failed_legs[role].inc()
+            failures.append(outcome)
+        raise NoAnswerError(role, failures)
+
+    async def _ask(
+        self, peer: Peer, call: Call, legs: AsyncExitStack, is_good: Callable[[Answer], bool]
+    ) -> Answer | LegError:
+        """The answer of one engine, whose leg stays open in ``legs`` if it is good."""
+        try:
+            async with AsyncExitStack() as leg:
+                answer = await leg.enter_async_context(opened(self._http, peer, call))
+                if is_good(answer):
+                    await legs.enter_async_context(leg.pop_all())
+                return answer
+        except LegError as error:
+            return error
+
+
+def _is_final(answer: Answer) -> bool:
+    return answer.status < 500
+
+
+def _is_prefilled(answer: Answer) -> bool:
+    """A refusal of the call, or a success that says where the KV is."""
+    if answer.status != 200:
+        return 400 <= answer.status < 500
+    return answer.rest is None and transfer_params_of(answer.body) is not None
