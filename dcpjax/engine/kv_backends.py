@@ -22,9 +22,9 @@ def make_backend(config: KVTransferConfig, engine_id: str, platform: str) -> Tra
         case "MooncakeConnector":
             from dcpjax.transfer.mooncake import MooncakeBackend
 
-            return MooncakeBackend(config.host)
+            return MooncakeBackend(host=config.host)
         case "NixlConnector" | "NeuronNixlConnector":
             from dcpjax.transfer.nixl import NixlBackend
 
             memory = "DRAM" if platform == "cpu" else "VRAM"
-            return NixlBackend(engine_id, memory=memory, plugins=config.backends)
+            return NixlBackend(mem_type=memory, plugins=config.backends)

@@ -1,11 +1,16 @@
 """Bound plans move the right bytes, all of them, once, and nothing else."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcpjax.errors import PlanError, TransferError
+from dcpjax.layout import KVPlacement
 from dcpjax.transfer.bind import bind
+from dcpjax.transfer.memory import RankMemory, SequenceMemory
 from dcpjax.transfer.plan import plan_transfer
 from tests.transfer.simulated import (
     SimulatedEngine,
