@@ -14,8 +14,8 @@ from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_source import KVSource
-from dcpjax.engine.kv_target import KVTarget
-from dcpjax.engine.remote_kv import KVEvents, KVLoad, RemoteKV
+from dcpjax.engine.kv_target import KVTarget, LoadEnd
+from dcpjax.engine.remote_kv import KVEvents, RemoteKV
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import RequestError
@@ -41,6 +41,7 @@ class Handoff:
         self._local = local
         self._recomputes = config.kv_load_failure_policy == "recompute"
         self._wake = wake
+        self._unsettled: set[str] = set()
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._source = KVSource(local, config, self._export_ended) if config.is_producer else None
         self._target = KVTarget(local, config, self._load_ended) if config.is_consumer else None
@@ -101,12 +102,21 @@ class Handoff:
     def _export_ended(self, request_id: str) -> None:
         self._post(lambda scheduler: _end_export(scheduler, request_id))
 
-    def _load_ended(self, load: KVLoad, reason: str | None) -> None:
-        if reason is None:
-            self._post(lambda scheduler: scheduler.land(load))
+    def _load_ended(self, end: LoadEnd) -> None:
+        if end.load.request_id in self._unsettled:
+            self._unsettled.discard(end.load.request_id)
+            self._post(lambda scheduler: scheduler.settle_load(end.load))
+        elif end.reason is None:
+            self._post(lambda scheduler: scheduler.land(end.load))
         else:
-            error = None if self._recomputes else reason
-            self._post(lambda scheduler: scheduler.fail_load(load, error=error))
+            if not end.is_settled:
+                self._unsettled.add(end.load.request_id)
+            error = None if self._recomputes else end.reason
+            self._post(
+                lambda scheduler: scheduler.fail_load(
+                    end.load, error=error, is_settled=end.is_settled
+                )
+            )
 
     def _post(self, event: Event) -> None:
         self._events.put(event)

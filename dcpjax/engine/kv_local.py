@@ -3,9 +3,11 @@
 Knows no requests. Used by the threads of :mod:`kv_source` and :mod:`kv_target`.
 """
 
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +19,18 @@ from dcpjax.transfer.handshake import EngineInfo
 from dcpjax.transfer.memory import SequenceMemory
 from dcpjax.transfer.plan import plan_transfer
 
-_POLL_SECONDS = 0.0005
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.01  # seconds between two looks at a transfer
+
+
+class UnsettledError(TransferError):
+    """A transfer is given up, and may still write into pages of this engine.
+
+    ``settle`` returns when it does not any more, or when this engine closes.
+    """
+
+    def __init__(self, rule: str, settle: Callable[[], None], **values: object) -> None:
+        super().__init__(rule, **values)
+        self.settle = settle
 
 
 @dataclass
@@ -51,6 +64,7 @@ class LocalKV:
         self.timeout = timeout
         self.stats = TransferStats()
         self._backend_lock = threading.Lock()
+        self._closing = threading.Event()
 
     def connect(self, peer: EngineInfo) -> None:
         with self._backend_lock:
@@ -63,43 +77,51 @@ class LocalKV:
     def pull(
         self, peer: EngineInfo, peer_pages: Sequence[int], pages: Sequence[int], span: range
     ) -> None:
-        """Read the tokens ``span`` of a sequence from a peer's pages into ours."""
-        self._move(peer, _sequence(peer, peer_pages), _sequence(self.info, pages), span)
+        """Read the tokens ``span`` of a sequence from a peer's pages into ours.
+
+        Raises:
+            UnsettledError: it takes too long, and our pages may still be written.
+            TransferError: it was refused or has failed; nothing moves any more.
+        """
+        source, target = _sequence(peer, peer_pages), _sequence(self.info, pages)
+        with self._moving(peer, source, target, span) as handle:
+            if not self._is_settled(handle, time.monotonic() + self.timeout):
+                raise UnsettledError(
+                    "a transfer ends in time",
+                    lambda: self._settle(handle),
+                    timeout=self.timeout,
+                    peer=peer.engine_id,
+                )
 
     def push(
         self, peer: EngineInfo, peer_pages: np.ndarray, pages: Sequence[int], span: range
     ) -> None:
-        """Write the tokens ``span`` of a sequence from our pages into a peer's."""
-        self._move(peer, _sequence(self.info, pages), _sequence(peer, peer_pages), span)
+        """Write the tokens ``span`` of a sequence from our pages into a peer's.
 
-    def _move(
-        self, peer: EngineInfo, source: SequenceMemory, target: SequenceMemory, span: range
-    ) -> None:
-        """Plan, bind, move, and return when nothing moves any more.
-
-        Raises:
-            TransferError: it was refused, failed or took too long.
+        Returns, or raises TransferError, when nothing moves any more, however long that takes: it
+        is the peer that has to know.
         """
+        source, target = _sequence(self.info, pages), _sequence(peer, peer_pages)
+        with self._moving(peer, source, target, span) as handle:
+            self._is_settled(handle, math.inf)
+
+    @contextmanager
+    def _moving(
+        self, peer: EngineInfo, source: SequenceMemory, target: SequenceMemory, span: range
+    ) -> Iterator[TransferHandle]:
+        """Plan, bind and start; see at the end that everything has arrived."""
         started = time.monotonic()
         plan = plan_transfer(
             source.placement, target.placement, num_tokens=span.stop, first_token=span.start
         )
         bound = bind(plan, source, target)
-        if not bound.num_bytes:
-            return
         with self._backend_lock:
             handle = self.backend.submit(bound, peer.engine_id)
-        try:
-            while (state := self._poll(handle)) is TransferState.MOVING:
-                if time.monotonic() - started > self.timeout:
-                    raise TransferError(
-                        "a transfer ends in time", timeout=self.timeout, peer=peer.engine_id
-                    )
-                time.sleep(_POLL_SECONDS)
-        finally:
-            with self._backend_lock:
-                handle.release()
-        if state is TransferState.FAILED:
+        yield handle
+        with self._backend_lock:
+            state = handle.poll()
+            handle.release()
+        if state is not TransferState.DONE:
             raise TransferError("a transfer does not fail", peer=peer.engine_id)
         self.stats.add(
             num_transfers=1,
@@ -108,9 +130,27 @@ class LocalKV:
             seconds=time.monotonic() - started,
         )
 
-    def _poll(self, handle: TransferHandle) -> TransferState:
+    def _is_settled(self, handle: TransferHandle, deadline: float) -> bool:
+        """Wait until nothing moves any more, or until the deadline, or until this side closes."""
+        pause = _SHORTEST_PAUSE
+        while self._is_moving(handle):
+            if time.monotonic() > deadline or self._closing.wait(pause):
+                return False
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return True
+
+    def _is_moving(self, handle: TransferHandle) -> bool:
         with self._backend_lock:
-            return handle.poll()
+            return handle.poll() is TransferState.MOVING
+
+    def _settle(self, handle: TransferHandle) -> None:
+        if self._is_settled(handle, math.inf):
+            with self._backend_lock:
+                handle.release()
+
+    def stop_waiting(self) -> None:
+        """This side is about to close: whoever waits for a transfer need not any more."""
+        self._closing.set()
 
     def close(self) -> None:
         with self._backend_lock:

@@ -33,7 +33,6 @@ from dcpjax.transfer.side_channel import SideChannelServer
 
 _SWEEPS_PER_LEASE = 20
 _PUSH_THREADS = 4
-_MAX_TARGETS = 256
 
 
 class KVSource:
@@ -89,23 +88,23 @@ class KVSource:
         }
 
     def close(self) -> None:
-        """Stop serving; what still moves is waited for. Idempotent."""
+        """Stop serving. Idempotent.
+
+        What is being written ends first, so that its target hears of it, and so that no new engine
+        at this address speaks while this one writes.
+        """
         self._closing.set()
+        self._pushers.shutdown(cancel_futures=True)
         self._server.close()
-        self._pushers.shutdown()
         self._sweeper.join()
 
     # Calls of consumers, in the side channel's thread.
 
-    def hello(self, call: Hello) -> Welcome:
+    def hello(self, call: Hello) -> Welcome | Future[Welcome]:
         theirs = meet(self._local.info, call)
-        if not self._local.backend.pulls:
-            self._local.connect(theirs)
-            with self._lock:
-                self._targets[theirs.engine_id] = theirs
-                while len(self._targets) > _MAX_TARGETS:
-                    self._local.disconnect(self._forget_oldest_target())
-        return welcome(self._local.info)
+        if self._local.backend.pulls:
+            return welcome(self._local.info)
+        return self._pushers.submit(self._welcome_target, theirs)  # connecting takes its time
 
     def push(self, call: Push) -> Future[Pushed]:
         with self._lock:
@@ -142,6 +141,12 @@ class KVSource:
 
     # In threads of its own.
 
+    def _welcome_target(self, target: EngineInfo) -> Welcome:
+        self._local.connect(target)
+        with self._lock:
+            self._targets[target.engine_id] = target
+        return welcome(self._local.info)
+
     def _push(self, call: Push, target: EngineInfo, export: KVExport) -> Pushed:
         try:
             page_ids = unpack_page_ids(call.page_ids, num_pages=_fewest_pages(target))
@@ -173,11 +178,6 @@ class KVSource:
         with self._lock:
             self._exports.pop(request_id, None)
         self._on_end(request_id)
-
-    def _forget_oldest_target(self) -> str:
-        oldest = next(iter(self._targets))
-        del self._targets[oldest]
-        return oldest
 
 
 def _fewest_pages(target: EngineInfo) -> int:

@@ -182,23 +182,31 @@ class Scheduler:
         self._residency.register(request, load.first_token, load.stop_token)
         self._landed.append(request)
 
-    def fail_load(self, load: KVLoad, *, error: str | None) -> None:
-        """Nothing writes into the pages of a load any more, and what is there cannot be used.
+    def fail_load(self, load: KVLoad, *, error: str | None, is_settled: bool = True) -> None:
+        """What is in the pages of a load cannot be used.
 
         Args:
             error: ends the request with this message; None: its prompt is computed here.
+            is_settled: nothing writes into the pages any more; else :meth:`settle_load` follows.
         """
-        if self._orphans.release(load.request_id):
+        request = self._running.get(load.request_id)
+        if request is None:  # aborted; its pages are kept
+            if is_settled:
+                self.settle_load(load)
             return
-        request = self._running[load.request_id]
+        if not is_settled:
+            self._orphans.hold(load.request_id, request.page_ids)
         request.remote_kv = None
         if error is None:
             self._requeue(request)
         else:
-            self._ended.append(
-                dataclasses.replace(request.output((), FinishReason.ERROR), error=error)
-            )
+            output = request.output((), FinishReason.ERROR)
+            self._ended.append(dataclasses.replace(output, error=error))
             self._finish(request)
+
+    def settle_load(self, load: KVLoad) -> None:
+        """Nothing writes any more into the pages of a load that failed or was aborted."""
+        self._orphans.release(load.request_id)
 
     def end_export(self, request_id: str) -> bool:
         """The pages of a prompt are not needed by another engine any more."""

@@ -68,9 +68,7 @@ class MooncakeBackend:
     name = "mooncake"
     pulls = False
 
-    def __init__(
-        self, *, host: str = "127.0.0.1", protocol: str = "tcp", device: str = ""
-    ) -> None:
+    def __init__(self, *, host: str = "127.0.0.1", protocol: str = "tcp", device: str = "") -> None:
         self._host = host
         self._memory = OwnMemory()
         self._peers: Peers[Writer] = Peers()

@@ -205,7 +205,9 @@ class NixlTransfer:
 
     def release(self) -> None:
         if self.is_moving:
-            raise TransferError("a transfer is released when nothing moves any more", peer=self.peer)
+            raise TransferError(
+                "a transfer is released when nothing moves any more", peer=self.peer
+            )
         self.end()
 
     def end(self) -> None:

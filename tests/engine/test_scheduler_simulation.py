@@ -173,6 +173,7 @@ class Simulation:
         self.num_drains = 0
         self.loads: list[KVLoad] = []
         self.num_landed = 0
+        self.unsettled: list[KVLoad] = []
         self.started: set[str] = set()  # loads
         self.exports: dict[str, KVExport] = {}
 
@@ -191,7 +192,7 @@ class Simulation:
                 continue
             dispatched = None if plan is None else (plan, self.device.run(plan))
             self.serve(self.scheduler.take_kv_events())
-            others = self.loads or self.exports
+            others = self.loads or self.exports or self.unsettled
             assert dispatched or in_flight or others or not self.alive(), "they wait for nothing"
             self.arrive_and_abort()
             in_flight = self.commit(in_flight)
@@ -202,7 +203,7 @@ class Simulation:
             self.other_engines()
             self.collect(self.scheduler.take_ended())
         self.serve(self.scheduler.take_kv_events())
-        while self.loads or self.exports:
+        while self.loads or self.exports or self.unsettled:
             self.other_engines()
         self.pool.check_integrity(is_idle=True)
         self.check_outputs()
@@ -242,11 +243,19 @@ class Simulation:
             if fails := self.rng.random() < self.world.failure_rate:
                 error = None if self.world.recomputes else "the other engine is gone"
                 self.move(load, garbage=True)
-                self.scheduler.fail_load(load, error=error)
+                is_settled = self.rng.random() < 0.5
+                self.scheduler.fail_load(load, error=error, is_settled=is_settled)
+                if not is_settled:
+                    self.unsettled.append(load)
             else:
                 self.move(load)
                 self.scheduler.land(load)
             self.num_landed += not fails
+            self.check()
+        if self.unsettled and self.rng.random() < 0.3:
+            load = self.unsettled.pop()
+            self.move(load, garbage=True)
+            self.scheduler.settle_load(load)
             self.check()
         if self.exports and self.rng.random() < 0.3:
             export = self.exports.pop(self.rng.choice(list(self.exports)))
