@@ -183,7 +183,8 @@ def path_blocks(
     ):
         if count == 1:
             continue
-        if len(at_source) == 1 and source_stride == target_stride == num_bytes:
+        # Never so for layers if it was not for heads: a layer is longer than one of several heads.
+        if source_stride == target_stride == num_bytes:
             num_bytes *= count
             continue
         steps = np.arange(count)[:, None]

@@ -7,7 +7,7 @@ plan.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from dcpjax.errors import PlanError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.cover import Route, routes
 from dcpjax.transfer.runs import StridedRuns, TokenSplit, strided_runs
+
+MAX_TOKENS = 2**31
+"""Sequences are shorter: their tokens are counted in int32 where they land."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +83,29 @@ class TransferPlan:
         """Strided runs of all paths: the size of the plan."""
         return sum(len(path.runs.length) for path in self.paths)
 
+    def of_layers(self, start: int, stop: int) -> "TransferPlan":
+        """The part of the plan in the layers ``[start, stop)``, to send them before the others.
+
+        Raises:
+            PlanError: no range of the cache's layers.
+        """
+        if not 0 <= start <= stop <= self.source.layers:
+            raise PlanError(
+                "a layer range has 0 <= start <= stop <= layers",
+                start=start,
+                stop=stop,
+                layers=self.source.layers,
+            )
+        clipped = (
+            replace(
+                path,
+                layer_start=max(start, path.layer_start),
+                layer_stop=min(stop, path.layer_stop),
+            )
+            for path in self.paths
+        )
+        return replace(self, paths=tuple(path for path in clipped if path.num_layers > 0))
+
     def bytes_by_path(self, item_bytes: int) -> npt.NDArray[np.int64]:
         """Bytes from each source rank to each target rank, [source ranks, target ranks].
 
@@ -117,9 +143,9 @@ def plan_transfer(
         PlanError: there is no exact plan between the placements (see
             :func:`dcpjax.transfer.cover.routes`), or the token range is none.
     """
-    if not 0 <= first_token <= num_tokens:
+    if not 0 <= first_token <= num_tokens < MAX_TOKENS:
         raise PlanError(
-            "a token range has 0 <= first_token <= num_tokens",
+            f"a token range has 0 <= first_token <= num_tokens < {MAX_TOKENS}",
             first_token=first_token,
             num_tokens=num_tokens,
         )

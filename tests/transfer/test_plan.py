@@ -165,7 +165,26 @@ def test_short_sequences_leave_paths_out(num_tokens):
     assert reached == [r for r in range(4) if target.shares[r].num_tokens(num_tokens)]
 
 
-@pytest.mark.parametrize("first, stop", [(-1, 4), (5, 4), (0, -1)])
+@settings(max_examples=50)
+@given(st.data())
+def test_layers_one_after_the_other_are_the_sequence(data):
+    source, target = data.draw(placement_pairs())
+    plan = planned(source, target, data.draw(token_ranges(source, target)))
+    cut = data.draw(st.integers(0, source.layers))
+    chunks = [plan.of_layers(0, cut), plan.of_layers(cut, source.layers)]
+    pieces = [set(chunk.pieces()) for chunk in chunks]
+    assert pieces[0] | pieces[1] == set(plan.pieces())
+    assert all(piece.layer < cut for piece in pieces[0])
+    assert all(piece.layer >= cut for piece in pieces[1])
+
+
+@pytest.mark.parametrize("start, stop", [(-1, 2), (3, 2), (0, 5)])
+def test_a_layer_range_is_one(start, stop):
+    with pytest.raises(PlanError, match=f"start={start}, stop={stop}, layers=4"):
+        plan_transfer(TP_1, TP_1, num_tokens=1).of_layers(start, stop)
+
+
+@pytest.mark.parametrize("first, stop", [(-1, 4), (5, 4), (0, -1), (0, 2**31), (0, 10**30)])
 def test_a_token_range_is_one(first, stop):
     with pytest.raises(PlanError, match=f"first_token={first}, num_tokens={stop}"):
         plan_transfer(TP_1, TP_1, num_tokens=stop, first_token=first)
