@@ -13,6 +13,11 @@ vanishes is noticed by UCX's keepalive (``UCX_KEEPALIVE_INTERVAL``, 20 s). A pee
 is not noticed: bytes that it had begun to send over TCP were seen to land after the request had
 been cancelled and even after the agents had been separated; so a transfer stays MOVING until the
 library says that it is over, and only :meth:`NixlBackend.close` ends one earlier.
+
+Over TCP the process that is read from has to answer, and UCX 1.23 ends it (abort in
+``ucp_request.inl``) when its reader is gone while it still has thousands of answers to give: seen
+after it had stood still. CMA, NVLink and RDMA read without its help. Mooncake is the better choice
+where there is only TCP.
 """
 
 import importlib
