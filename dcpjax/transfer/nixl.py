@@ -164,7 +164,12 @@ class NixlBackend:
         self._registered = self._agent = None  # the last reference: ends its threads, sockets
 
     def _descriptors(self, bound: BoundTransfer) -> tuple[Any, Any]:
-        """The local and the remote list: contiguous runs of all paths as (address, bytes, device)."""
+        """The local and the remote list: contiguous runs of all paths as (address, bytes, device).
+
+        Strided lists prepared once per peer, and indices into them per request, were tried: they
+        save 0.2 to 1.8 ms of a transfer of 0.74 GB, which moves no faster for it, and make a handle
+        per path and a cache out of one call.
+        """
         local, remote = [], []
         for path in bound.paths:
             source, target, num_bytes = bound.addresses(path)
@@ -185,9 +190,9 @@ class NixlTransfer:
         self, agent: Any, errors: tuple[type[Exception], ...], handle: Any, peer: str
     ) -> None:
         self.peer = peer
-        self._agent = agent
+        self._agent: Any = agent
         self._errors = errors
-        self._handle = handle
+        self._handle: Any = handle
         self._state = TransferState.MOVING
 
     @property
@@ -210,7 +215,9 @@ class NixlTransfer:
 
     def release(self) -> None:
         if self.is_moving:
-            raise TransferError("a transfer is released when nothing moves any more", peer=self.peer)
+            raise TransferError(
+                "a transfer is released when nothing moves any more", peer=self.peer
+            )
         self.end()
 
     def end(self) -> None:
@@ -222,8 +229,8 @@ class NixlTransfer:
         try:
             self._handle.release()
         except self._errors:
-            pass  # it cancels what still moves; the library releases it with the agent
-        self._handle = self._agent = None
+            pass  # it could not cancel what still moves; that ends with the agent
+        self._handle = self._agent = None  # no reference that would keep the agent alive
 
     def _ask(self, question: Any) -> None:
         try:
