@@ -235,6 +235,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="a multiple of 256")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
+    if options.tokens < 4 * PAGE or options.tokens % (4 * PAGE) or options.rounds < 1:
+        parser.error(f"--tokens is a multiple of {4 * PAGE}, --rounds at least 1")
 
     bounds, times = measure(options.tokens, options.rounds)
     least = options.tokens * LAYERS * TOKEN_BYTES

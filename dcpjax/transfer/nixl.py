@@ -242,7 +242,7 @@ class NixlTransfer:
 
 
 def _redirect_logger() -> None:
-    """Take the logger's own handler, which writes to stdout; it counts as any other logger."""
+    """Take away the handler that writes to stdout; the logger is then like any other."""
     logger = logging.getLogger("nixl")
     logger.handlers.clear()
     logger.propagate = True
