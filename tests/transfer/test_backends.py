@@ -244,6 +244,18 @@ def test_a_killed_peer_fails_its_transfers_and_no_others(make_pair, backend, mov
 
 
 @pytest.mark.parametrize("backend", BETWEEN_PROCESSES)
+def test_the_peer_outlives_a_killed_starter(make_pair, backend):
+    pair = make_pair(backend)
+    pair.move()
+    pair.submit()
+    pair.starter.kill()
+    pair.starter = pair.start_engine(pair.starter.side)
+    pair.starter.call("connect", pair.peer, pair.hello["agent"])
+    assert pair.move() == "done"
+    assert np.array_equal(pair.contents(), pair.expected(range(NUM_TOKENS)))
+
+
+@pytest.mark.parametrize("backend", BETWEEN_PROCESSES)
 def test_a_transfer_ends_with_its_peer(make_pair, backend):
     pair = make_pair(backend, **ENVIRONMENT[backend])
     pair.move()
