@@ -44,7 +44,7 @@ class TransferHandle(Protocol):
 
         Raises:
             TransferError: it is still moving. No library used here can recall bytes that are on
-                the way, so there is no way to end it but the peer's, or :meth:`TransferBackend.close`.
+                the way: it ends by the peer, or by :meth:`TransferBackend.close`.
         """
         ...
 
@@ -57,7 +57,7 @@ class TransferBackend(Protocol):
 
     @property
     def pulls(self) -> bool:
-        """Whether the target's side starts the transfer (reads); else the source's side (writes)."""
+        """Whether the target's side starts transfers (reads); else the source's side (writes)."""
         ...
 
     def register(self, regions: Sequence[RankMemory]) -> None:

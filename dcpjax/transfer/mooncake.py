@@ -31,9 +31,9 @@ from dcpjax.transfer.sides import OwnMemory, Peers, used_ranks
 SESSION = re.compile(rb"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}")
 NO_BATCH = (0, -1, 2**64 - 1)  # what the library returns instead of a batch that it started
 SUCCEEDED, FAILED = 1, -1  # other states of a batch are not final
-# Pieces under way to one peer. Enough to hide the acknowledgements; the library's queue per peer
+# Pieces under way to one peer. More were no faster; the library's queue per peer
 # refuses more than about a thousand.
-WINDOW = 64
+WINDOW = 32
 PAUSE = 0.0005  # seconds between two looks at a full window
 
 Piece = tuple[int, int, int]  # source address, target address, bytes
@@ -152,7 +152,7 @@ class Writer:
     """
 
     def __init__(self, engine: Any, session: str) -> None:
-        self._engine = engine
+        self._engine: Any = engine
         self._session = session
         self._queue: queue.SimpleQueue[MooncakeTransfer | None] = queue.SimpleQueue()
         self._last: MooncakeTransfer | None = None

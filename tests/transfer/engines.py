@@ -1,4 +1,4 @@
-"""Engines that hold bytes and a backend, for tests of the backends: here, or each in its process."""
+"""Engines with a backend for tests of the backends: in this process, or each in its own."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ class Engine:
         return {
             "agent": self.backend.agent.hex(),
             "ranks": [dataclasses.astuple(rank) for rank in self.memory.ranks],
-            "page_ids": self.memory.page_ids.tolist(),
+            "page_ids": np.asarray(self.memory.page_ids).tolist(),
         }
 
     def connect(self, peer, agent):
@@ -165,13 +165,16 @@ class Elsewhere:
 
     def end(self):
         """Let it leave; what is left on stdout must be nothing."""
-        if self.process.poll() is None:
+        try:
+            if self.process.poll() is None:
+                self.process.stdin.close()
+                assert self.process.wait(ANSWER_SECONDS) == 0
+                assert self.lines.get(timeout=ANSWER_SECONDS) == ""
+        finally:
+            self.kill()
+            self.reader.join()
             self.process.stdin.close()
-            assert self.process.wait(ANSWER_SECONDS) == 0
-            assert self.lines.get(timeout=ANSWER_SECONDS) == ""
-        self.reader.join()
-        self.process.stdin.close()
-        self.process.stdout.close()
+            self.process.stdout.close()
 
     def _read(self):
         for line in self.process.stdout:
