@@ -215,7 +215,7 @@ class KVTransferConfig:
     def from_settings(cls, settings: Mapping[str, Any]) -> "KVTransferConfig":
         """Build from a JSON object; a name that is not a setting is refused."""
         named = dict(settings)
-        extra = named.pop("kv_connector_extra_config", None) or {}
+        extra: object = named.pop("kv_connector_extra_config", None) or {}
         if not isinstance(extra, Mapping):
             raise ConfigError("kv_connector_extra_config is an object", value=extra)
         named.update(cast(Mapping[str, Any], extra))

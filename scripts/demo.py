@@ -1,71 +1,39 @@
-"""Serve a small model, its KV cache sharded over virtual CPU devices; ask it about a document.
+"""Prefill and decode as two engines that shard the KV cache each in its own way.
 
-Starts ``dcpjax serve`` as a user would, waits until it is ready, sends one chat request through the
-OpenAI API, prints the answer as it comes and then what each rank holds. Ctrl-C ends both.
+Starts ``dcpjax serve`` twice, a prefill engine and a decode engine of another shape, and ``dcpjax
+router`` before them, as a user would. Sends one chat request about a long document through the
+OpenAI API, prints the answer as it comes, and then what moved from which rank to which, and what
+each rank holds. Ctrl-C ends everything.
 """
 
 import argparse
 import contextlib
-import http
-import http.client
+import importlib.util
 import json
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
+from demo_client import Answer, DemoError, get_json, is_healthy, print_answer, stream_events
+from demo_tables import rank_table, read_pool, reshard_table, summary
 from rich.console import Console
-from rich.table import Table
-
-from dcpjax.layout import local_filled
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 STOP_SECONDS = 20.0
 INTERRUPTED = 128 + signal.SIGINT
-DOCUMENT = Path(__file__).resolve().parent / "assets" / "harbour_log.txt"
+SCRIPTS = Path(__file__).resolve().parent
+DOCUMENT = SCRIPTS / "assets" / "harbour_log.txt"
+NAMES = ("prefill", "decode", "router")
+NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 
-
-class DemoError(Exception):
-    """The demo cannot go on; the text says why."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Counts as the server reports them; times in seconds, measured here."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    seconds_to_first: float
-    seconds_after_first: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Rate after the first token; 0 when there is only one."""
-        following = self.completion_tokens - 1
-        return following / self.seconds_after_first if self.seconds_after_first > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The KV pool of one rank, as the server's metrics describe it."""
-
-    num_bytes: int
-    num_pages: int
-    page_size: int
-
-    @property
-    def bytes_per_token(self) -> float:
-        """The pool has one page more than it can use, the scratch page."""
-        return self.num_bytes / ((self.num_pages + 1) * self.page_size)
+Ports = dict[str, int]
+Process = subprocess.Popen[str]
 
 
 def main() -> int:
@@ -75,9 +43,13 @@ def main() -> int:
     console = Console()
     try:
         document = read_document(options.document)
-        with running_server(options, free_port()) as url:
-            answer = ask(url, document, options)
-            console.print(rank_table(answer, read_pool(url), options))
+        ports = {name: free_port() for name in NAMES}
+        with running(commands(options, ports), ports):
+            answer = ask(url_of(ports["router"]), document, options)
+            decode = url_of(ports["decode"])
+            console.print(reshard_table(decode))
+            pool = read_pool(decode)
+            console.print(rank_table(answer, pool, dcp=options.dcp, interleave=options.block_size))
             console.print(summary(answer))
     except DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -89,15 +61,22 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m", help="folder, .gguf file or known name")
-    parser.add_argument("--tp", type=int, default=3, help="ranks, DCP ranks included")
-    parser.add_argument("--dcp", type=int, default=3, help="ranks that share the tokens")
-    parser.add_argument("--interleave", type=int, default=16, help="tokens in a row on one rank")
-    parser.add_argument("--num-pages", type=int, default=256, help="pages of the pool, per rank")
+    parser.add_argument("--prefill-tp", type=int, default=3, help="ranks of the prefill engine")
+    parser.add_argument("--tp", type=int, default=3, help="ranks of the decode engine")
+    parser.add_argument("--dcp", type=int, default=3, help="of these, ranks that share the tokens")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens of a page, both engines")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="a text file")
     parser.add_argument("--question", default="Who is the harbour master of Brannock Bay?")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=64, help="of the answer")
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="both engines in one process; the default where NIXL is not installed",
+    )
     return parser.parse_args()
 
 
@@ -114,61 +93,107 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def serve_command(options: argparse.Namespace, port: int) -> list[str]:
-    return [
-        *(str(Path(sys.executable).with_name("dcpjax")), "serve", options.model),
-        *("--device", "cpu", "--host", HOST, "--port", str(port)),
-        *("-tp", str(options.tp), "-dcp", str(options.dcp)),
-        *("--cp-kv-cache-interleave-size", str(options.interleave)),
-        *("--num-pages", str(options.num_pages), "--max-num-seqs", "1"),
-    ]
+def url_of(port: int) -> str:
+    return f"http://{HOST}:{port}"
+
+
+def commands(options: argparse.Namespace, ports: Ports) -> dict[str, list[str]]:
+    """What to start, by name. A name without a command is served by another one's process."""
+    dcpjax = str(Path(sys.executable).with_name("dcpjax"))
+    shapes = {
+        "prefill": ["-tp", str(options.prefill_tp)],
+        "decode": ["-tp", str(options.tp), "-dcp", str(options.dcp)],
+    }
+    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+    connector = "NixlConnector"
+    if options.in_process or not any(map(importlib.util.find_spec, NIXL_MODULES)):
+        connector = "InProcessConnector"
+    engines: dict[str, list[str]] = {}
+    for name, shape in shapes.items():
+        transfer = json.dumps({"kv_connector": connector, "kv_role": roles[name]})
+        engines[name] = [
+            *(options.model, "--device", "cpu", "--host", HOST, "--port", str(ports[name])),
+            *(*shape, "--block-size", str(options.block_size), "--max-num-seqs", "1"),
+            *("--kv-transfer-config", transfer),
+        ]
+    router = [dcpjax, "router", "--host", HOST, "--port", str(ports["router"])]
+    router += ["--prefill", url_of(ports["prefill"]), "--decode", url_of(ports["decode"])]
+    if connector == "InProcessConnector":
+        pair = [sys.executable, str(SCRIPTS / "serve_pair.py"), *engines["prefill"], "--and"]
+        return {"decode": [*pair, *engines["decode"]], "router": router}
+    served = {name: [dcpjax, "serve", *arguments] for name, arguments in engines.items()}
+    return {**served, "router": router}
 
 
 @contextlib.contextmanager
-def running_server(options: argparse.Namespace, port: int) -> Iterator[str]:
-    """The base URL of a server that is ready. It is stopped on every way out.
+def running(commands: dict[str, list[str]], ports: Ports) -> Iterator[None]:
+    """Processes that are ready. They are stopped on every way out.
 
-    The server writes to this terminal itself. It has its own process group, so that Ctrl-C reaches
-    only this program, which then asks the server to stop.
+    Each has its own process group, so that Ctrl-C reaches only this program, which then asks all of
+    them to stop.
     """
-    command = serve_command(options, port)
-    print("$ dcpjax " + " ".join(command[1:]), flush=True)
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    processes: dict[str, Process] = {}
     try:
-        url = f"http://{HOST}:{port}"
-        wait_until_ready(server, url)
-        yield url
+        for name, command in commands.items():
+            print(f"$ {' '.join(map(shown, command))}", flush=True)
+            processes[name] = start(name, command)
+        for name in ports:
+            wait_until_ready(processes, url_of(ports[name]))
+        yield
     finally:
-        stop(server)
+        for process in processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in processes.values():
+            stop(process)
 
 
-def wait_until_ready(server: "subprocess.Popen[bytes]", url: str) -> None:
-    """Return when /health answers 200. Loading may take minutes; the server shows its progress."""
+def shown(argument: str) -> str:
+    """An argument as a shell would take it, programs by their names."""
+    if argument == sys.executable or argument.endswith("/dcpjax"):
+        return Path(argument).name
+    return f"'{argument}'" if " " in argument else argument
+
+
+def start(name: str, command: list[str]) -> Process:
+    """A process whose lines appear here under its name."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+    def copy() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"{name:>7} | {line}", end="", flush=True)
+
+    threading.Thread(target=copy, daemon=True).start()
+    return process
+
+
+def wait_until_ready(processes: dict[str, Process], url: str) -> None:
+    """Return when /health answers 200. Loading may take minutes; the engines show how it goes."""
     while not is_healthy(url):
-        if server.poll() is not None:
-            raise DemoError(
-                f"the server ended with exit code {server.returncode}; its message stands above"
-            )
+        for name, process in processes.items():
+            if process.poll() is not None:
+                time.sleep(POLL_SECONDS)  # for its last lines
+                raise DemoError(
+                    f"{name} ended with exit code {process.returncode}; its message stands above"
+                )
         time.sleep(POLL_SECONDS)
 
 
-def is_healthy(url: str) -> bool:
+def stop(process: Process) -> None:
+    """Wait for a process that was asked to end, and only then kill it."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-            return response.status == http.HTTPStatus.OK
-    except OSError:  # not listening yet, or an HTTP error status
-        return False
-
-
-def stop(server: "subprocess.Popen[bytes]") -> None:
-    """Ask, wait, and only then kill."""
-    if server.poll() is None:
-        server.terminate()
-    try:
-        server.wait(timeout=STOP_SECONDS)
+        process.wait(timeout=STOP_SECONDS)
     except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+        process.kill()
+        process.wait()
 
 
 def ask(url: str, document: str, options: argparse.Namespace) -> Answer:
@@ -186,99 +211,6 @@ def ask(url: str, document: str, options: argparse.Namespace) -> Answer:
     answer = print_answer(stream_events(f"{url}/v1/chat/completions", body))
     print("\n")
     return answer
-
-
-def print_answer(events: Iterator[dict[str, Any]]) -> Answer:
-    """Print the text of a chat stream as it comes. The last event has the token counts."""
-    usage, first, last = None, None, 0.0
-    started = time.perf_counter()
-    for event in events:
-        if "error" in event:
-            raise DemoError(event["error"]["message"])
-        usage = event.get("usage") or usage
-        for choice in event["choices"]:
-            if choice["delta"].get("content"):
-                last = time.perf_counter()
-                first = first or last
-                print(choice["delta"]["content"], end="", flush=True)
-    if usage is None or first is None:
-        raise DemoError("the stream ended without an answer")
-    return Answer(usage["prompt_tokens"], usage["completion_tokens"], first - started, last - first)
-
-
-def stream_events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to its [DONE]."""
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
-    with open_url(request) as response:
-        try:
-            for line in response:
-                data = line.decode().strip().removeprefix("data: ")
-                if data == "[DONE]":
-                    return
-                if data:
-                    yield json.loads(data)
-        except (OSError, http.client.HTTPException) as error:
-            raise DemoError(f"the connection to the server broke: {error}") from error
-
-
-def get_json(url: str) -> dict[str, Any]:
-    with open_url(urllib.request.Request(url)) as response:
-        return json.load(response)
-
-
-def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
-    """Open it; an HTTP error becomes the message that the server gave with it."""
-    try:
-        return urllib.request.urlopen(request)
-    except urllib.error.HTTPError as error:
-        raise DemoError(f"{request.full_url}: {error}: {error.read().decode()}") from error
-    except OSError as error:
-        raise DemoError(f"{request.full_url}: {error}") from error
-
-
-def read_pool(url: str) -> Pool:
-    with open_url(urllib.request.Request(f"{url}/metrics")) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    samples = {sample.name: sample for family in families for sample in family.samples}
-    shape = samples["vllm:cache_config_info"].labels
-    return Pool(
-        int(samples["dcpjax:kv_bytes_per_rank"].value),
-        int(shape["num_gpu_blocks"]),
-        int(shape["block_size"]),
-    )
-
-
-def rank_table(answer: Answer, pool: Pool, options: argparse.Namespace) -> Table:
-    """What each rank holds of this conversation, and of the pool that was allocated for it.
-
-    The last token was sampled and never computed, so it has no keys and values.
-    """
-    length = answer.prompt_tokens + answer.completion_tokens - 1
-    table = Table(title=f"KV cache of {length} tokens over {options.dcp} ranks")
-    for column in ("rank", "tokens", "bytes of them", "bytes of the pool"):
-        table.add_column(column, justify="right")
-    for rank in range(options.dcp):
-        held = local_filled(length, rank, ranks=options.dcp, interleave=options.interleave)
-        table.add_row(
-            str(rank), str(held), mebibytes(held * pool.bytes_per_token), mebibytes(pool.num_bytes)
-        )
-    return table
-
-
-def mebibytes(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB"
-
-
-def summary(answer: Answer) -> Table:
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_row("tokens of the prompt", str(answer.prompt_tokens))
-    table.add_row("time to first token", f"{answer.seconds_to_first:.2f} s")
-    table.add_row("decode", f"{answer.tokens_per_second:.1f} tokens/s")
-    return table
 
 
 if __name__ == "__main__":

@@ -16,7 +16,11 @@ import sys
 import demo
 stand_in, pid_file, behaviour = sys.argv[1:4]
 server = [sys.executable, stand_in, pid_file, behaviour]
-demo.serve_command = lambda options, port: [*server, str(port)]
+demo.commands = lambda options, ports: {
+    "decode": [*server, str(ports["decode"])],
+    "router": [sys.executable, stand_in, pid_file + ".router", behaviour, str(ports["router"])],
+}
+demo.NAMES = ("decode", "router")
 del sys.argv[1:]
 sys.exit(demo.main())
 """
@@ -53,6 +57,8 @@ def test_it_shows_the_server_s_progress_the_answer_and_what_each_rank_holds(tmp_
     assert demo.returncode == 0, output
     assert "loading the weights" in output
     assert "It is here." in output
+    assert "reshard: 6.0 MiB over nixl in 12 ms" in output
+    assert "1.0 MiB in 4" in output and "3.0 MiB in 6" in output
     assert "KV cache of 103 tokens over 3 ranks" in output  # 100 + 4, less the last one
     rows = [line.replace("│", " ").split() for line in output.splitlines() if "│" in line]
     held = {row[0]: (row[1], row[2]) for row in rows if row[0].isdigit()}

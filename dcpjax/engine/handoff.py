@@ -6,7 +6,7 @@ scheduler still belongs to one thread.
 
 import queue
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dcpjax.cache.pool import PoolShape
@@ -69,10 +69,13 @@ class Handoff:
 
     def serve(self, events: KVEvents) -> dict[str, dict[str, Any]]:
         """Begin what the scheduler wants; returns the ``kv_transfer_params`` of new exports."""
-        for load in events.loads:
-            self._target.start(load)
-        for request_id, remote in events.unwanted.items():
-            self._target.cancel(request_id, remote)
+        if self._target is not None:
+            for load in events.loads:
+                self._target.start(load)
+            for request_id, remote in events.unwanted.items():
+                self._target.cancel(request_id, remote)
+        if self._source is None:
+            return {}
         return {export.request_id: self._source.export(export) for export in events.exports}
 
     def apply(self, scheduler: Scheduler) -> None:
@@ -80,9 +83,12 @@ class Handoff:
         while not self._events.empty():
             self._events.get()(scheduler)
 
-    def stats(self) -> Mapping[str, float]:
-        leases = 0 if self._source is None else self._source.num_leases
-        return {**self._local.stats.shown(), "num_leases": leases}
+    def stats(self) -> Mapping[str, Any]:
+        return {
+            **self._local.stats.shown(),
+            "num_leases": 0 if self._source is None else self._source.num_leases,
+            "last_transfer": self._local.last_transfer,
+        }
 
     def close(self) -> None:
         """Leave all other engines. Idempotent; afterwards nothing touches the pool."""
@@ -174,15 +180,6 @@ def _end_export(scheduler: Scheduler, request_id: str) -> None:
 
 
 def _remote_kv(params: KVTransferParams, num_tokens: int) -> RemoteKV:
-    page_ids = params.remote_block_ids or []
-    if page_ids and isinstance(page_ids[0], list):  # one list per group of layers
-        if len(page_ids) > 1:
-            raise RequestError(
-                "all layers of a model here are one group of pages",
-                param="kv_transfer_params",
-                groups=len(page_ids),
-            )
-        page_ids = page_ids[0]
     if params.remote_num_tokens != num_tokens:
         raise RequestError(
             "the engine that computed a prompt and the one that goes on read the same tokens",
@@ -195,6 +192,18 @@ def _remote_kv(params: KVTransferParams, num_tokens: int) -> RemoteKV:
         request_id=params.remote_request_id or "",
         host=params.remote_host or "",
         port=params.remote_port or 0,
-        page_ids=tuple(page_ids),
+        page_ids=_page_ids(params.remote_block_ids or []),
         num_tokens=num_tokens,
     )
+
+
+def _page_ids(listed: Sequence[int | list[int]]) -> tuple[int, ...]:
+    """Page ids, which some engines list by groups of layers."""
+    groups = [item for item in listed if isinstance(item, list)]
+    if len(groups) > 1:
+        raise RequestError(
+            "all layers of a model here are one group of pages",
+            param="kv_transfer_params",
+            groups=len(groups),
+        )
+    return tuple(groups[0] if groups else [item for item in listed if isinstance(item, int)])

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from dcpjax.errors import TransferError
 from dcpjax.transfer.backend import TransferBackend, TransferHandle, TransferState
-from dcpjax.transfer.bind import bind
+from dcpjax.transfer.bind import BoundTransfer, bind
 from dcpjax.transfer.handshake import EngineInfo
 from dcpjax.transfer.memory import SequenceMemory
-from dcpjax.transfer.plan import plan_transfer
+from dcpjax.transfer.plan import TransferPlan, plan_transfer
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.01  # seconds between two looks at a transfer
 
@@ -63,6 +64,7 @@ class LocalKV:
         self.backend = backend
         self.timeout = timeout
         self.stats = TransferStats()
+        self.last_transfer: dict[str, Any] | None = None
         self._backend_lock = threading.Lock()
         self._closing = threading.Event()
 
@@ -123,11 +125,13 @@ class LocalKV:
             handle.release()
         if state is not TransferState.DONE:
             raise TransferError("a transfer does not fail", peer=peer.engine_id)
+        seconds = time.monotonic() - started
+        self.last_transfer = _shown(plan, bound, self.backend.name, seconds)
         self.stats.add(
             num_transfers=1,
             num_bytes=bound.num_bytes,
             num_descriptors=bound.num_blocks,
-            seconds=time.monotonic() - started,
+            seconds=seconds,
         )
 
     def _is_settled(self, handle: TransferHandle, deadline: float) -> bool:
@@ -159,3 +163,25 @@ class LocalKV:
 
 def _sequence(engine: EngineInfo, page_ids: Sequence[int] | np.ndarray) -> SequenceMemory:
     return SequenceMemory(engine.placement, engine.regions, page_ids)
+
+
+def _shown(
+    plan: TransferPlan, bound: BoundTransfer, backend: str, seconds: float
+) -> dict[str, Any]:
+    """A transfer for people: bytes and pieces, [source ranks][target ranks].
+
+    Pieces that lie one behind the other on both sides count one by one, though a library may move
+    them together.
+    """
+    item_bytes = max(rank.token_bytes for rank in bound.source_ranks)
+    pieces = np.zeros((plan.source.num_ranks, plan.target.num_ranks), int)
+    for path in bound.paths:
+        pieces[path.source_rank, path.target_rank] = path.num_blocks
+    return {
+        "backend": backend,
+        "num_tokens": plan.num_tokens - plan.first_token,
+        "num_bytes": bound.num_bytes,
+        "seconds": seconds,
+        "bytes": plan.bytes_by_path(item_bytes).tolist(),
+        "pieces": pieces.tolist(),
+    }

@@ -90,9 +90,7 @@ class Runner:
     def memory(self) -> tuple[RankMemory, ...]:
         """Where each rank's pages lie, by rank. The audit proves that they stay there."""
         shards = {shard.device: shard.data for shard in self._pool.addressable_shards}
-        return tuple(
-            _memory(shards[device], index) for index, device in enumerate(self._mesh.devices.flat)
-        )
+        return tuple(_memory(shards[device], device) for device in self._mesh.devices.flat)
 
     @property
     def weight_bytes(self) -> int:
@@ -241,7 +239,7 @@ def _rows(plan: StepPlan, shape: StepShape) -> list[tuple[int, Segment]]:
     return decode + list(enumerate(plan.prefill, start=shape.decode_rows))
 
 
-def _memory(share: Array, index: int) -> RankMemory:
+def _memory(share: Array, device: jax.Device) -> RankMemory:
     num_pages, num_layers, num_heads, page_size, width = share.shape
     return RankMemory.dense(
         share.unsafe_buffer_pointer(),
@@ -250,7 +248,7 @@ def _memory(share: Array, index: int) -> RankMemory:
         num_heads=num_heads,
         page_size=page_size,
         token_bytes=width * share.dtype.itemsize,
-        device_id=0 if share.device.platform == "cpu" else index,
+        device_id=0 if device.platform == "cpu" else device.local_hardware_id or 0,
     )
 
 

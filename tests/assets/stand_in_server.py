@@ -20,6 +20,13 @@ dcpjax:kv_bytes_per_rank{{model_name="model"}} {11 * 16 * 2**20}
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{{model_name="model",block_size="16",num_gpu_blocks="10"}} 1
 """
+TRANSFER = {
+    "backend": "nixl",
+    "num_bytes": 6 * 2**20,
+    "seconds": 0.012,
+    "bytes": [[2**20, 2 * 2**20], [0, 3 * 2**20]],
+    "pieces": [[4, 5], [0, 6]],
+}
 MODELS = {"data": [{"id": "model"}]}
 
 
@@ -28,7 +35,12 @@ class Handler(BaseHTTPRequestHandler):
         """Stay silent."""
 
     def do_GET(self) -> None:
-        bodies = {"/health": "", "/v1/models": json.dumps(MODELS), "/metrics": METRICS}
+        bodies = {
+            "/health": "",
+            "/v1/models": json.dumps(MODELS),
+            "/metrics": METRICS,
+            "/stats": json.dumps({"kv_transfer": {"last_transfer": TRANSFER}}),
+        }
         status = 503 if BEHAVIOUR == "load" else 200
         self.reply(status, bodies[self.path])
 
