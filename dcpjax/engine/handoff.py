@@ -15,7 +15,7 @@ from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_source import KVSource
 from dcpjax.engine.kv_target import KVTarget, LoadEnd
-from dcpjax.engine.remote_kv import KVEvents, RemoteKV
+from dcpjax.engine.remote_kv import KVEvents, RemoteKV, prompt_digest
 from dcpjax.engine.request import Request
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import RequestError
@@ -60,7 +60,7 @@ class Handoff:
             request.exports_kv = True
         if params.do_remote_prefill:
             self._check_role(self._target, "loads KV from others", "kv_consumer")
-            request.remote_kv = _remote_kv(params, len(request.prompt_token_ids))
+            request.remote_kv = _remote_kv(params, request.prompt_token_ids)
 
     def expect(self, request: Request) -> None:
         """An accepted request was queued."""
@@ -179,13 +179,15 @@ def _end_export(scheduler: Scheduler, request_id: str) -> None:
     scheduler.end_export(request_id)
 
 
-def _remote_kv(params: KVTransferParams, num_tokens: int) -> RemoteKV:
-    if params.remote_num_tokens != num_tokens:
+def _remote_kv(params: KVTransferParams, prompt: Sequence[int]) -> RemoteKV:
+    digest = prompt_digest(prompt)
+    theirs = params.remote_num_tokens, params.remote_prompt_digest or digest
+    if theirs != (len(prompt), digest):
         raise RequestError(
             "the engine that computed a prompt and the one that goes on read the same tokens",
             param="kv_transfer_params",
             remote_num_tokens=params.remote_num_tokens,
-            prompt_tokens=num_tokens,
+            prompt_tokens=len(prompt),
         )
     return RemoteKV(
         engine_id=params.remote_engine_id or "",
@@ -193,7 +195,7 @@ def _remote_kv(params: KVTransferParams, num_tokens: int) -> RemoteKV:
         host=params.remote_host or "",
         port=params.remote_port or 0,
         page_ids=_page_ids(params.remote_block_ids or []),
-        num_tokens=num_tokens,
+        num_tokens=len(prompt),
     )
 
 

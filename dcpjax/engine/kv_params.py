@@ -31,7 +31,8 @@ class KVTransferParams(msgspec.Struct, kw_only=True, frozen=True):
 
     ``remote_block_ids`` are logical page ids of the prefill engine, one list, or one per group of
     layers. ``remote_blocks_expiry_time`` is a time of the other side's clock and compared with no
-    other. ``remote_block_size`` is in tokens.
+    other. ``remote_block_size`` is in tokens. ``remote_prompt_digest`` is this project's own, see
+    :func:`dcpjax.engine.remote_kv.prompt_digest`.
     """
 
     do_remote_decode: bool | None = None
@@ -45,6 +46,7 @@ class KVTransferParams(msgspec.Struct, kw_only=True, frozen=True):
     ) = None
     remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] | None = None
     remote_num_tokens: _Count | None = None
+    remote_prompt_digest: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     remote_blocks_expiry_time: float | None = None
     transfer_mode: Literal["pull", "push"] | None = None
     tp_size: _Ranks | None = None

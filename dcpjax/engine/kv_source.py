@@ -80,6 +80,7 @@ class KVSource:
             "remote_block_ids": list(export.page_ids),
             "remote_block_size": info.page_size,
             "remote_num_tokens": export.num_tokens,
+            "remote_prompt_digest": export.prompt_digest,
             "remote_host": self._host,
             "remote_port": self._server.port,
             "tp_size": info.tp_size,

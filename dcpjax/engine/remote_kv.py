@@ -4,10 +4,20 @@ A *load* brings the KV of a prompt into pages of this engine; an *export* keeps 
 prompt that was computed here until another engine has them.
 """
 
+import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dcpjax.cache.prefix import PagePool
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """Of a prompt, in hexadecimal: two engines that go on with each other's KV read the same one.
+
+    Counting tokens is not enough: a chat template that writes the date changes them at midnight.
+    """
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -46,11 +56,12 @@ class KVLoad:
 
 @dataclass(frozen=True)
 class KVExport:
-    """The first ``num_tokens`` tokens of a finished request are kept in these pages."""
+    """The ``num_tokens`` tokens of the prompt of a finished request are kept in these pages."""
 
     request_id: str
     page_ids: tuple[int, ...]
     num_tokens: int
+    prompt_digest: str
 
 
 @dataclass

@@ -28,7 +28,7 @@ from dcpjax.engine.plan import Segment as Segment
 from dcpjax.engine.plan import StepPlan as StepPlan
 from dcpjax.engine.plan import StepShapes as StepShapes
 from dcpjax.engine.plan import next_segment
-from dcpjax.engine.remote_kv import KVEvents, KVExport, KVLoad, PageHolds
+from dcpjax.engine.remote_kv import KVEvents, KVExport, KVLoad, PageHolds, prompt_digest
 from dcpjax.engine.request import (
     FinishReason,
     Request,
@@ -391,10 +391,11 @@ class Scheduler:
         return request.output(accepted, reason, stop_token, logprobs[: len(accepted)])
 
     def _export(self, request: Request) -> None:
-        num_tokens = len(request.prompt_token_ids)
-        pages = request.page_ids[: self._pool.num_pages_for(num_tokens)]
-        held = self._exports.hold(request.request_id, pages)
-        self._kv_events.exports.append(KVExport(request.request_id, held, num_tokens))
+        prompt, request_id = request.prompt_token_ids, request.request_id
+        pages = request.page_ids[: self._pool.num_pages_for(len(prompt))]
+        held = self._exports.hold(request_id, pages)
+        export = KVExport(request_id, held, len(prompt), prompt_digest(prompt))
+        self._kv_events.exports.append(export)
 
     def _finish(self, request: Request) -> None:
         if request.status is Status.WAITING:

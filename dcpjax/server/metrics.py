@@ -45,6 +45,15 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
         "programs compiled while serving; should stay 0",
     ),
 }
+# The same of stats()["kv_transfer"]. vLLM's histograms of single transfers are sums here.
+_TRANSFER_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "dcpjax:kv_transfers": ("num_transfers", "KV transfers that were completed"),
+    "dcpjax:kv_transfer_bytes": ("num_bytes", "bytes that they moved"),
+    "dcpjax:kv_transfer_descriptors": ("num_descriptors", "pieces that they moved"),
+    "dcpjax:kv_transfer_seconds": ("seconds", "seconds that they took"),
+    "vllm:nixl_num_failed_transfers": ("num_failed", "KV loads or sends that failed"),
+    "vllm:nixl_num_kv_expired_reqs": ("num_expired", "prompts whose KV nobody took in time"),
+}
 
 
 class _EngineCollector(Collector):
@@ -59,10 +68,11 @@ class _EngineCollector(Collector):
             return
         for name, (key, help) in _GAUGES.items():
             yield self._gauge(name, help, self.stats[key])
-        for name, (key, help) in _COUNTERS.items():
-            counter = CounterMetricFamily(name, help, labels=["model_name"])
-            counter.add_metric([self._model_name], self.stats[key])
-            yield counter
+        yield from self._counters(_COUNTERS, self.stats)
+        if (transfers := self.stats.get("kv_transfer")) is not None:
+            yield from self._counters(_TRANSFER_COUNTERS, transfers)
+            leases = transfers["num_leases"]
+            yield self._gauge("dcpjax:kv_leases", "prompts whose KV others may still take", leases)
         num_shapes = len(self.stats["compiled_shapes"])
         yield self._gauge("dcpjax:compiled_shapes", "programs compiled in warm-up", num_shapes)
         yield self._cache_config()
@@ -75,6 +85,14 @@ class _EngineCollector(Collector):
             "largest temporary memory of a compiled step",
             audit["temporary_bytes"],
         )
+
+    def _counters(
+        self, names: Mapping[str, tuple[str, str]], stats: Mapping[str, Any]
+    ) -> Iterator[Metric]:
+        for name, (key, help) in names.items():
+            counter = CounterMetricFamily(name, help, labels=["model_name"])
+            counter.add_metric([self._model_name], stats[key])
+            yield counter
 
     def _gauge(self, name: str, help: str, value: float | int) -> Metric:
         family = GaugeMetricFamily(name, help, labels=["model_name"])
