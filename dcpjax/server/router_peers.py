@@ -145,7 +145,8 @@ class HealthChecks:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
     async def _repeat(self, peer: Peer) -> None:
         while True:
