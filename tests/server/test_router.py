@@ -517,6 +517,28 @@ class TestClientsThatLeave:
         assert one.count("open_legs", role="decode", url=decodes[0].url) == 0
         assert httpx.get(one.url + "/load").json() == {"server_load": 0}
 
+    def test_while_the_engine_waits_for_them_to_read(
+        self, one: Live, decodes: list[StandIn]
+    ) -> None:
+        """The router is in the middle of writing, not of reading, when they leave."""
+        stalled = threading.Event()
+
+        def script(exchange: Exchange) -> None:
+            exchange.begin_stream()
+            with pytest.raises(ConnectionError):
+                while True:
+                    if not select.select([], [exchange.connection], [], 0.5)[1]:
+                        stalled.set()
+                    exchange.event("x" * 65536)
+            exchange.engine.left.release()
+
+        decodes[0].scripts.append(script)
+        body = {"prompt": "a", "stream": True}
+        with httpx.stream("POST", one.url + COMPLETIONS, json=body):
+            assert stalled.wait(30)
+        assert decodes[0].left.acquire(timeout=30)
+        wait_until(lambda: one.count("open_legs", role="decode", url=decodes[0].url) == 0)
+
     def leave(self, live: Live, engine: StandIn) -> None:
         """Call, wait until an engine works on it, and go."""
 
