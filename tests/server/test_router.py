@@ -602,6 +602,24 @@ class TestHealth:
         assert event["choices"][0]["text"] == TOKENS[0]
         assert "health checks" in error["error"]["message"]
 
+    def test_a_stream_of_an_engine_that_only_takes_no_calls_any_more_goes_on(
+        self, prefills: list[StandIn]
+    ) -> None:
+        """As that of one that shuts down and lets its streams finish."""
+        gate = threading.Event()
+        with stand_in("d") as decode:
+            decode.scripts.append(held_stream(gate))
+            with live_router(prefills, [decode], health_interval=0.01) as live:
+                body = {"prompt": "a", "stream": True}
+                with httpx.stream("POST", live.url + COMPLETIONS, json=body) as response:
+                    decode.stop()
+                    wait_until(lambda: httpx.get(live.url + "/health").status_code == 503)
+                    for _ in range(10):  # as many health checks, at least
+                        httpx.get(live.url + "/health")
+                    gate.set()
+                    response.read()
+        assert text_of(response) == "".join(TOKENS)
+
     def test_a_call_that_such_an_engine_has_not_answered_goes_to_another(
         self, prefills: list[StandIn], decodes: list[StandIn]
     ) -> None:
