@@ -245,23 +245,16 @@ def parse(body: bytes, kind: type[Call]) -> Call:
 
 
 def transfer_params(call: CompletionCall | ChatCall) -> Mapping[str, Any] | None:
-    """What the engine is told about KV of other engines; None for an ordinary call.
-
-    Raises:
-        RequestError: the parameters contradict, or would be those of several sequences.
-    """
+    """What the engine is told about KV of other engines; None for an ordinary call. Raises
+    RequestError if that contradicts itself, or would hold for several sequences."""
     params = call.kv_transfer_params
     if params is None or not params.asks_for_transfer:
         return None
     params.check()
     n = call.sampling_params().n
     if call.num_prompts != 1 or n != 1:
-        raise RequestError(
-            "a call with kv_transfer_params has one prompt and n = 1",
-            param="kv_transfer_params",
-            prompts=call.num_prompts,
-            n=n,
-        )
+        rule = "a call with kv_transfer_params has one prompt and n = 1"
+        raise RequestError(rule, param="kv_transfer_params", prompts=call.num_prompts, n=n)
     return params.json()
 
 

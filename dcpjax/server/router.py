@@ -4,6 +4,7 @@ The router computes nothing and holds no text: it asks a prefill engine to compu
 what that answers to a decode engine, and passes the bytes of the answer on as they come.
 """
 
+import logging
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -32,6 +33,8 @@ from dcpjax.server.streaming import ClientLeftError, while_connected
 
 _GENERATING = frozenset({"/v1/completions", CHAT})
 _PASSED_ON = ("authorization", "content-type")
+
+_log = logging.getLogger(__name__)
 
 _KEPT_CONNECTIONS = 256
 _KEPT_SECONDS = KEEP_ALIVE_SECONDS / 2
@@ -116,6 +119,8 @@ class _Relay:
                 await sender.send(await way(self._call, legs))
         except DcpjaxError as error:
             await sender.fail(error)
+            if sender.outcome is Outcome.BROKEN:
+                _log.warning("a stream broke: %s", error)
 
 
 def create_router(

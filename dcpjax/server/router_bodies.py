@@ -25,7 +25,7 @@ _TO_DECODE = msgspec.Raw(
         }
     )
 )
-_NOT_FOR_PREFILL = frozenset({"stream_options", "min_tokens", "n", "best_of"})
+_NOT_FOR_PREFILL = frozenset({"stream_options", "min_tokens", "n", "best_of", "return_token_ids"})
 
 
 def read_fields(body: bytes) -> Fields | None:

@@ -57,7 +57,7 @@ class Peer:
             self.work_bytes -= work_bytes
 
     def note_answer(self, is_healthy: bool) -> None:
-        """It answered a health check."""
+        """It, or at least its machine, answered a health check."""
         self._num_silent = 0
         self._set_healthy(is_healthy)
 
@@ -145,7 +145,8 @@ class HealthChecks:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
 
     async def _repeat(self, peer: Peer) -> None:
         while True:
@@ -156,7 +157,18 @@ class HealthChecks:
         try:
             async with asyncio.timeout(self._timeout):
                 response = await self._http.get(peer.url + "/health")
-        except (httpx.HTTPError, TimeoutError):
-            peer.note_silence()
+        except (httpx.HTTPError, TimeoutError) as error:
+            if _is_refused(error):
+                peer.note_answer(False)
+            else:
+                peer.note_silence()
         else:
             peer.note_answer(response.status_code == 200)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether the machine is there and nobody listens. A process that has died has no connections
+    left to give up, and one that shuts down may be finishing its streams."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None

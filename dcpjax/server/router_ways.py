@@ -4,6 +4,7 @@ Another engine is asked only as long as the client has seen nothing.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -25,6 +26,8 @@ from dcpjax.server.router_peers import Peer, Peers, Role
 
 CHAT = "/v1/chat/completions"
 _UNAVAILABLE = 503
+
+_log = logging.getLogger(__name__)
 
 
 class NoAnswerError(LegError):
@@ -127,9 +130,14 @@ class Ways:
                 outcome = await self._ask(peer, call, legs, is_good)
             if isinstance(outcome, Answer) and is_good(outcome):
                 return outcome
-            self._metrics.failed_legs[role].inc()
+            self._note_failure(peer, outcome)
             failures.append(outcome)
         raise NoAnswerError(role, failures)
+
+    def _note_failure(self, peer: Peer, outcome: Answer | LegError) -> None:
+        self._metrics.failed_legs[peer.role].inc()
+        said = f"status {outcome.status}" if isinstance(outcome, Answer) else str(outcome)
+        _log.warning("the %s engine at %s gave no good answer: %s", peer.role.value, peer.url, said)
 
     async def _ask(
         self, peer: Peer, call: Call, legs: AsyncExitStack, is_good: Callable[[Answer], bool]

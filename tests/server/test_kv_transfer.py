@@ -46,9 +46,14 @@ FROM_PREFILL = {
 
 class TransferEngine(CountUpEngine):
     """Hands the KV on where it is asked to, and fails requests whose KV lies at the engine "gone"
-    after ``tokens_before_failure``."""
+    after ``tokens_before_failure``. ``answers`` come before ``FROM_PREFILL``."""
 
     tokens_before_failure = 0
+    answers: list[dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.answers = []
 
     def step(self) -> list[TokenOutput]:
         before = {request.request_id: request for request in self.open_requests}
@@ -62,7 +67,8 @@ class TransferEngine(CountUpEngine):
                 reason = FinishReason.ERROR
                 return TokenOutput(request.request_id, (), reason, error="the KV did not come")
         if params.get("do_remote_decode") and output.finish_reason is not None:
-            return dataclasses.replace(output, kv_transfer_params=FROM_PREFILL)
+            params = self.answers.pop(0) if self.answers else FROM_PREFILL
+            return dataclasses.replace(output, kv_transfer_params=params)
         return output
 
 
