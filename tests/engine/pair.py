@@ -1,5 +1,7 @@
 """Two engines of one process as a prefill/decode pair, driven in turn like two servers."""
 
+import contextlib
+import importlib
 import itertools
 import time
 from collections import defaultdict
@@ -7,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import FinishReason, Request
@@ -19,9 +23,24 @@ BRIEF: dict[str, Any] = {
     "heartbeat_interval": 0.2,
 }
 """Leases for tests that let one run out."""
+MODULES = {
+    "InProcessConnector": (),
+    "NixlConnector": ("nixl_cu12", "nixl_cu13", "nixl"),
+    "MooncakeConnector": ("mooncake.engine",),
+}
 PATIENCE = 60.0  # seconds until a test that waits for the other side gives up
 
 _names = itertools.count()
+
+
+def skip_without(connector: str) -> None:
+    """A transfer library may be missing, or miss a library of the system itself."""
+    for module in MODULES[connector]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+            return
+    if MODULES[connector]:
+        pytest.skip(f"none of {MODULES[connector]} can be imported")
 
 
 def transfer(role: str, connector: str = "InProcessConnector", **changes: Any) -> dict[str, Any]:

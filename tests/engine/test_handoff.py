@@ -1,7 +1,5 @@
 """A prompt computed by one engine goes on in another, token for token as in one alone."""
 
-import contextlib
-import importlib
 import time
 
 import pytest
@@ -10,22 +8,19 @@ from dcpjax.engine.request import FinishReason
 from dcpjax.errors import MeshError, RequestError
 from tests.engine.pair import (
     BRIEF,
+    MODULES,
     PATIENCE,
     Node,
     ask_prefill,
     decode_request,
     hand_over,
     node,
+    skip_without,
     transfer,
 )
 from tests.engine.serving import engine_of, request_of, serve
 from tests.golden.tiny import random_tokens
 
-MODULES = {
-    "InProcessConnector": (),
-    "NixlConnector": ("nixl_cu12", "nixl_cu13", "nixl"),
-    "MooncakeConnector": ("mooncake.engine",),
-}
 SHAPES = {
     "one device": {},
     "tp 2": {"tensor_parallel_size": 2},
@@ -39,16 +34,6 @@ SHAPES = {
     },
 }
 PROMPTS = {length: random_tokens(f"handoff {length}", length) for length in (1, 2, 7, 8, 9, 50, 97)}
-
-
-def skip_without(connector: str) -> None:
-    """A transfer library may be missing, or miss a library of the system itself."""
-    for module in MODULES[connector]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-            return
-    if MODULES[connector]:
-        pytest.skip(f"none of {MODULES[connector]} can be imported")
 
 
 @pytest.fixture(scope="module")
