@@ -57,15 +57,19 @@ class Memory:
         return RankMemory(self.address, 1, self.data.nbytes, self.data.nbytes, self.data.nbytes, 1)
 
 
-def allocate(num_tokens: int) -> Memory:
-    """Room for the cache with gaps; touched, and every eight bytes are their own number."""
-    num_bytes = num_tokens * LAYERS * TOKEN_BYTES + num_tokens // PAGE * (LAYERS * GAP)
+def cache_bytes(num_tokens: int) -> int:
+    """Room for the cache with gaps."""
+    return num_tokens * LAYERS * TOKEN_BYTES + num_tokens // PAGE * (LAYERS * GAP)
+
+
+def allocate(num_bytes: int) -> Memory:
+    """Memory that is touched; every eight bytes are their own number."""
     return Memory(np.arange(num_bytes // 8, dtype=np.int64))
 
 
-def serve(pipe: Connection, num_tokens: int) -> None:
+def serve(pipe: Connection, num_bytes: int) -> None:
     """The process that is read from."""
-    memory = allocate(num_tokens)
+    memory = allocate(num_bytes)
     backend = NixlBackend()
     backend.register([memory.region])
     pipe.send((backend.agent, memory.address))
@@ -74,11 +78,11 @@ def serve(pipe: Connection, num_tokens: int) -> None:
 
 
 @contextmanager
-def source_process(num_tokens: int) -> Iterator[tuple[bytes, int]]:
-    """Its agent bytes and the address of its memory."""
+def source_process_of(num_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """A process with so much memory: its agent bytes and the address."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, num_tokens))
+    process = context.Process(target=serve, args=(theirs, num_bytes))
     process.start()
     theirs.close()
     try:
@@ -192,8 +196,8 @@ def shares(times: Times) -> dict[str, float]:
 
 def measure(num_tokens: int, rounds: int) -> tuple[dict[str, BoundTransfer], Times]:
     """Every variant over one pair of processes."""
-    target, staging = allocate(num_tokens), allocate(num_tokens)
-    with source_process(num_tokens) as (agent, source):
+    target, staging = allocate(cache_bytes(num_tokens)), allocate(cache_bytes(num_tokens))
+    with source_process_of(cache_bytes(num_tokens)) as (agent, source):
         backend = NixlBackend()
         backend.register([target.region, staging.region])
         backend.connect("source", agent)

@@ -1,4 +1,4 @@
-"""SmolLM2-135M through two engines, token for token what transformers says, whatever their shapes."""
+"""SmolLM2-135M through two engines of any shapes: token for token what transformers says."""
 
 from typing import Any
 
