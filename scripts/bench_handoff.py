@@ -1,7 +1,7 @@
 """Decode steps of a decode engine while KV of other prompts lands in its pool over NIXL.
 
-Another process holds prompts' KV in the shape of a tensor parallel engine; a thread here reads them,
-one after the other, into pages of the engine that no request has. Steps with and without take
+Another process holds prompts' KV in the shape of a tensor parallel engine; a thread here reads
+them, one after the other, into pages of the engine that no request has. Steps with and without take
 turns, phase by phase; the ratio is the median over the rounds.
 
 The floor is a step that is slowed only by the share of the memory bandwidth that landing takes: 1 +
