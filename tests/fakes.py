@@ -138,6 +138,7 @@ class CountUpEngine:
             "num_requests_waiting": len(self._open) - running,
             "num_preemptions": 0,
             "kv_cache_usage": 0.25,
+            "kv_page_fragmentation": 0.0,
             "num_pages": 64,
             "block_size": 16,
             "prefix_cache_queries": 10,

@@ -16,6 +16,7 @@ from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
 from dcpjax.engine.kv_backends import make_backend
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
+from dcpjax.engine.kv_staging import StagingArea
 from dcpjax.engine.plan import Drain, StepShapes
 from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
@@ -144,7 +145,11 @@ class Engine:
             for error in broken_neuron_rules(self.config, self.model_config, transfers_kv=True):
                 raise error
         engine_id = config.engine_id or new_engine_id()
-        backend = make_backend(config, engine_id, self._mesh.devices.flat[0].platform)
+        platform, regions = self._mesh.devices.flat[0].platform, self.runner.memory
+        backend = make_backend(config, engine_id, platform)
+        is_staging = config.is_consumer and backend.pulls and platform == "cpu"
+        staging = StagingArea(len(regions)) if is_staging else None
+        backend.register([*regions, *(staging.regions if staging else ())])
         info = describe_engine(
             self.config,
             self.model_config,
@@ -153,10 +158,10 @@ class Engine:
             dtype=str(self.dtype),
             pool=self.pool_shape,
             placement=self.placement,
-            regions=self.runner.memory,
+            regions=regions,
             backend=backend,
         )
-        local = LocalKV(info, backend, timeout=config.transfer_timeout)
+        local = LocalKV(info, backend, timeout=config.transfer_timeout, staging=staging)
         return Handoff(local, config, lambda: self._wake())
 
     @property
@@ -253,6 +258,7 @@ class Engine:
             "num_requests_waiting": stats.num_waiting,
             "num_preemptions": stats.num_preemptions,
             "kv_cache_usage": stats.page_usage,
+            "kv_page_fragmentation": self._pages.fragmentation,
             "num_pages": self.pool_shape.num_pages,
             "block_size": self.config.block_size,
             "prefix_cache_queries": stats.num_prefix_queries,

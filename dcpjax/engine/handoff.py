@@ -145,13 +145,12 @@ def describe_engine(
     regions: tuple[RankMemory, ...],
     backend: TransferBackend,
 ) -> EngineInfo:
-    """This engine as its peers shall know it. Registers the memory with the backend.
+    """This engine as its peers shall know it, once its memory is registered with the backend.
 
     Args:
         weights: fingerprint of the checkpoint.
         dtype: of the computation.
     """
-    backend.register(regions)
     return EngineInfo(
         engine_id=engine_id,
         compatibility=compatibility_hash(

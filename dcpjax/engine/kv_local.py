@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dcpjax.engine.kv_staging import StagingArea, put_in_order, transfers
 from dcpjax.errors import TransferError
 from dcpjax.transfer.backend import TransferBackend, TransferHandle, TransferState
 from dcpjax.transfer.bind import BoundTransfer, bind
@@ -59,10 +60,19 @@ class TransferStats:
 class LocalKV:
     """This engine as its peers know it, and the way to move KV from or to them."""
 
-    def __init__(self, info: EngineInfo, backend: TransferBackend, *, timeout: float) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        backend: TransferBackend,
+        *,
+        timeout: float,
+        staging: StagingArea | None = None,
+    ) -> None:
         self.info = info
         self.backend = backend
         self.timeout = timeout
+        self._staging = staging
+        self._staging_lock = threading.Lock()
         self.stats = TransferStats()
         self.last_transfer: dict[str, Any] | None = None
         self._backend_lock = threading.Lock()
@@ -86,8 +96,27 @@ class LocalKV:
             TransferError: it was refused or has failed; nothing moves any more.
         """
         source, target = _sequence(peer, peer_pages), _sequence(self.info, pages)
-        with self._moving(peer, source, target, span) as handle:
+        with self._staging_lock:
+            staging = (
+                None if self._staging is None else self._staging.cut(self.info, peer.page_size)
+            )
+            plans = transfers(
+                source.placement,
+                target.placement,
+                span,
+                token_bytes=self.info.token_bytes,
+                num_pages=0 if staging is None else len(staging.page_ids),
+            )
+            for plan, is_staged in plans:
+                bound = bind(plan, source, target, staging=staging if is_staged else None)
+                self._read(peer, plan, bound)
+                put_in_order(bound, self.info, peer.page_size)
+
+    def _read(self, peer: EngineInfo, plan: TransferPlan, bound: BoundTransfer) -> None:
+        with self._moving(peer, plan, bound) as handle:
             if not self._is_settled(handle, time.monotonic() + self.timeout):
+                if bound.landings:
+                    self._staging = None  # something may still land there
                 raise UnsettledError(
                     "a transfer ends in time",
                     lambda: self._settle(handle),
@@ -104,19 +133,18 @@ class LocalKV:
         is the peer that has to know.
         """
         source, target = _sequence(self.info, pages), _sequence(peer, peer_pages)
-        with self._moving(peer, source, target, span) as handle:
+        plan = plan_transfer(
+            source.placement, target.placement, num_tokens=span.stop, first_token=span.start
+        )
+        with self._moving(peer, plan, bind(plan, source, target)) as handle:
             self._is_settled(handle, math.inf)
 
     @contextmanager
     def _moving(
-        self, peer: EngineInfo, source: SequenceMemory, target: SequenceMemory, span: range
+        self, peer: EngineInfo, plan: TransferPlan, bound: BoundTransfer
     ) -> Iterator[TransferHandle]:
-        """Plan, bind and start; see at the end that everything has arrived."""
+        """Start a transfer; see at the end that everything has arrived."""
         started = time.monotonic()
-        plan = plan_transfer(
-            source.placement, target.placement, num_tokens=span.stop, first_token=span.start
-        )
-        bound = bind(plan, source, target)
         with self._backend_lock:
             handle = self.backend.submit(bound, peer.engine_id)
         yield handle

@@ -29,6 +29,10 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     "vllm:num_requests_running": ("num_requests_running", "requests that are being computed"),
     "vllm:num_requests_waiting": ("num_requests_waiting", "requests that wait for room"),
     "vllm:kv_cache_usage_perc": ("kv_cache_usage", "used share of the KV pages, 0 to 1"),
+    "dcpjax:kv_page_fragmentation": (
+        "kv_page_fragmentation",
+        "1 - longest run of free KV pages / free pages: short runs make transfers slow",
+    ),
     "dcpjax:kv_bytes_per_rank": ("kv_bytes_per_rank", "bytes of the KV pool on one rank"),
     "dcpjax:kv_tokens_capacity": ("kv_tokens_capacity", "tokens that the KV pool can hold"),
     "dcpjax:acceptance_length": ("acceptance_length", "tokens per sequence and step"),

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from dcpjax.engine import kv_local, kv_staging
 from dcpjax.engine.request import FinishReason
 from dcpjax.errors import MeshError, RequestError
 from tests.engine.pair import (
@@ -33,6 +34,7 @@ SHAPES = {
         "apply_prefill_dcp": True,
     },
 }
+PAGE_BYTES = 2 * 2 * 8 * 2 * 8 * 4  # layers, heads, tokens, keys and values, head size, float32
 PROMPTS = {length: random_tokens(f"handoff {length}", length) for length in (1, 2, 7, 8, 9, 50, 97)}
 
 
@@ -93,6 +95,38 @@ def test_any_shape_goes_on_in_any_other(
         assert not any(side["num_failed"] for side in sides)
         prefill.drain()
         decode.drain()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "interleaves"),
+    [("tp 2", "dcp 3", (8, 1)), ("tp 4, dcp 2", "dcp 3", (1, 2)), ("dcp 3", "dcp 3", (1, 1))],
+)
+def test_tokens_dealt_one_by_one_are_put_in_order(
+    source, target, interleaves, tiny, expected, monkeypatch
+):
+    """Runs of a few tokens are staged as whole pages, in several rounds where they do not fit."""
+    monkeypatch.setattr(kv_staging, "STAGING_BYTES", 3 * PAGE_BYTES)
+    sides = [
+        {**SHAPES[shape], "cp_kv_cache_interleave_size": interleave}
+        for shape, interleave in zip((source, target), interleaves, strict=True)
+    ]
+    staged = []
+    put_in_order = kv_local.put_in_order
+
+    def count(bound, *others):
+        staged.append(bool(bound.landings))
+        put_in_order(bound, *others)
+
+    monkeypatch.setattr(kv_local, "put_in_order", count)
+    with (
+        node(tiny, **sides[0], **transfer("kv_producer")) as prefill,
+        node(tiny, **sides[1], **transfer("kv_consumer")) as decode,
+    ):
+        for length, prompt in PROMPTS.items():
+            served = hand_over(prefill, decode, prompt, max_tokens=12)
+            assert served.tokens == expected[length], f"{length} tokens"
+        is_same = source == target
+        assert any(staged) is not is_same and (is_same or len(staged) > len(PROMPTS))
 
 
 def test_only_what_the_target_lacks_is_moved(prefill, decode, expected):
