@@ -22,6 +22,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 _PASSED_ON = frozenset(
     {b"content-type", b"cache-control", b"retry-after", b"www-authenticate", b"x-accel-buffering"}
 )
+_SHOWN_BYTES = 200  # of an answer, in a log
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = re.compile(rb"(?:^|\n)data: ?\[DONE\]\s*\Z")
 _DONE_BYTES = 64  # of the end of a stream, where the pattern is looked for
@@ -45,6 +46,11 @@ class Answer:
     headers: Headers
     body: bytes
     rest: AsyncGenerator[bytes, None] | None = None
+
+    @property
+    def summary(self) -> str:
+        """In a few words, for a log."""
+        return f"status {self.status}, {self.body[:_SHOWN_BYTES]!r}"
 
 
 @contextlib.asynccontextmanager

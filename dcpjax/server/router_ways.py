@@ -136,7 +136,7 @@ class Ways:
 
     def _note_failure(self, peer: Peer, outcome: Answer | LegError) -> None:
         self._metrics.failed_legs[peer.role].inc()
-        said = f"status {outcome.status}" if isinstance(outcome, Answer) else str(outcome)
+        said = outcome.summary if isinstance(outcome, Answer) else str(outcome)
         _log.warning("the %s engine at %s gave no good answer: %s", peer.role.value, peer.url, said)
 
     async def _ask(

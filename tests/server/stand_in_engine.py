@@ -1,7 +1,8 @@
 """Engines behind a router: real sockets, no model, and answers that a test scripts.
 
-Each call is answered by the next of the scripts that the test has queued, else by
-:func:`answer`. A script runs in the thread of its connection and may do anything to it.
+Each call is answered by the next of the scripts that the test has queued, else by ``usual``, which
+is :func:`answer` unless a test says otherwise. A script runs in the thread of its connection and
+may do anything to it.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ class Exchange(BaseHTTPRequestHandler):
         self.raw = self.rfile.read(int(self.headers["Content-Length"]))
         engine = self.server.engine
         engine.note(self, self.raw)
-        script = engine.scripts.pop(0) if engine.scripts else answer
+        script = engine.scripts.pop(0) if engine.scripts else engine.usual
         with contextlib.suppress(ConnectionError):  # the router may leave while a script writes
             script(self)
 
@@ -115,6 +116,7 @@ class StandIn:
         self.raw_bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.scripts: list[Script] = []
+        self.usual: Script = answer
         self.is_healthy = True
         self.may_answer_health = threading.Event()
         self.may_answer_health.set()

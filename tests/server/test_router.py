@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 import select
 import signal
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from dcpjax.server import endpoint, router, run
 from dcpjax.server.router_config import RouterConfig
+from dcpjax.server.router_metrics import Outcome
 from dcpjax.server.router_peers import Peers, Role
 from tests.server.conftest import events_of, live_server
 from tests.server.stand_in_engine import (
@@ -24,6 +26,7 @@ from tests.server.stand_in_engine import (
     Exchange,
     Script,
     StandIn,
+    answer,
     break_after,
     break_in_body,
     held_stream,
@@ -758,3 +761,56 @@ def test_metrics_of_a_call_that_works(one: Live, prefills: list[StandIn]) -> Non
         assert one.count("failed_legs_total", role=role) == 0
     assert one.count("healthy", role="prefill", url=prefills[0].url) == 1
     assert json.loads(httpx.get(one.url + "/load").text) == {"server_load": 0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_fails_no_call_gets_a_wrong_answer(
+    prefills: list[StandIn], decodes: list[StandIn], seed: int
+) -> None:
+    """Engines fail at random and clients leave: a 200 has the whole text or says that it broke."""
+    faults = [refusal(500), refusal(503), reset, break_in_body, break_after(1)]
+    choose = random.Random(seed)
+    for engine in prefills:
+        engine.usual = one_of(choose, [*faults, without_params, *[answer] * 6])
+    for engine in decodes:
+        engine.usual = one_of(choose, [*faults, *[answer] * 6])
+    with live_router(prefills, decodes, health_interval=0.02) as live:
+        results = asyncio.run(many_calls(live.url + COMPLETIONS, 80, choose))
+        wait_until(lambda: httpx.get(live.url + "/load").json() == {"server_load": 0})
+        for role, engines in (("prefill", prefills), ("decode", decodes)):
+            for engine in engines:
+                assert live.count("open_legs", role=role, url=engine.url) == 0
+        ended = sum(live.count("calls_total", outcome=outcome.value) for outcome in Outcome)
+        assert ended == len(results)
+    assert {"whole", "left"} < set(results) <= {"whole", "broken", "error", "left"}
+
+
+def one_of(choose: random.Random, scripts: list[Script]) -> Script:
+    return lambda exchange: choose.choice(scripts)(exchange)
+
+
+async def many_calls(url: str, count: int, choose: random.Random) -> list[str]:
+    limits = httpx.Limits(max_connections=16)
+    async with httpx.AsyncClient(limits=limits, timeout=60) as http:
+        kinds = [(choose.random() < 0.5, choose.random() < 0.2) for _ in range(count)]
+        return await asyncio.gather(*(one_call(http, url, *kind) for kind in kinds))
+
+
+async def one_call(http: httpx.AsyncClient, url: str, is_stream: bool, leaves: bool) -> str:
+    """How a call ended; the text of every kind of success is checked."""
+    body = {"prompt": "a", "stream": is_stream}
+    async with http.stream("POST", url, json=body) as response:
+        if leaves:
+            return "left"
+        await response.aread()
+    if response.status_code != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        return "error"
+    if response.headers["content-type"].startswith("text/event-stream"):
+        events = events_of(response.text)
+        if "error" in events[-1]:
+            texts = [event["choices"][0]["text"] for event in events[:-1]]
+            assert texts == list(TOKENS[: len(texts)]) != []
+            return "broken"
+    assert text_of(response) == "".join(TOKENS)
+    return "whole"
