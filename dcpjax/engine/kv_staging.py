@@ -8,6 +8,7 @@ pools in main memory.
 
 import ctypes
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -100,5 +101,5 @@ def _view(region: RankMemory, landing: Landing, target: EngineInfo, page_size: i
     """A rank's pages without gaps as bytes [pages, layers, heads, page_size, token_bytes]."""
     share = target.placement.shares[landing.target_rank]
     shape = (region.num_pages, share.num_layers, share.num_heads, page_size, region.token_bytes)
-    memory = (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
+    memory: Any = (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
     return np.frombuffer(memory, np.uint8).reshape(shape)
