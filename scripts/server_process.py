@@ -1,4 +1,4 @@
-"""A ``dcpjax serve`` process as a script sees it: started, measured, ended by a signal."""
+"""A ``dcpjax`` server process as a script sees it: started, measured, sent signals, ended."""
 
 import contextlib
 import re
@@ -19,11 +19,11 @@ class ServerEnded(Exception):
 
 
 class ServerProcess:
-    """A server on a port of its own choice. What it writes goes to our standard error."""
+    """``dcpjax`` with the arguments of a server. What it writes goes to our standard error."""
 
-    def __init__(self, model: str, options: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         program = str(Path(sys.executable).with_name("dcpjax"))
-        self._command = [program, "serve", model, "--port", "0", *options]
+        self._command = [program, *arguments]
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
@@ -71,13 +71,25 @@ class ServerProcess:
         command = ["ps", "-o", "rss=", "-p", str(self._process.pid)]
         return 1024 * int(subprocess.run(command, capture_output=True, check=True).stdout)
 
-    def stop(self) -> int:
-        """Send SIGTERM, wait, and only then kill; more than once is fine. The exit code."""
-        self._process.send_signal(signal.SIGTERM)
+    def send(self, number: signal.Signals) -> None:
+        """A signal, unless the process has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it without a chance to say anything to anybody."""
+        self.send(signal.SIGKILL)
+        self._wait()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, wait, and only then kill; more than once is fine. The exit code."""
+        self.send(number)
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
+        return self._wait()
+
+    def _wait(self) -> int:
         code = self._process.wait()
         for copier in self._copiers:
             copier.join()
@@ -86,12 +98,13 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def running_server(model: str, options: Sequence[str]) -> Iterator[tuple[ServerProcess, str]]:
-    """A server that is ready, and its URL. It is stopped on every way out.
+    """An engine's server on a port of its own choice that is ready, and its URL. It is stopped on
+    every way out.
 
     Raises:
         ServerEnded: it could not start.
     """
-    server = ServerProcess(model, options)
+    server = ServerProcess(["serve", model, "--port", "0", *options])
     try:
         yield server, server.wait_until_ready()
     finally:
