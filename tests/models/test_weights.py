@@ -39,7 +39,7 @@ MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (4, 2), (1, 8)]
 
 
 def heads_of(checkpoint: Checkpoint, projection: str, kind: str = "weight") -> np.ndarray:
-    """A projection's tensor of the first layer by head; a weight [heads, E, D], a bias [heads, D]."""
+    """A projection of the first layer by head: weights [heads, E, D], biases [heads, D]."""
     stored = np.asarray(checkpoint.read(f"model.layers.0.self_attn.{projection}_proj.{kind}"))
     by_head = stored.reshape(-1, checkpoint.config.head_dim, *stored.shape[1:])
     return np.moveaxis(by_head, 1, -1)
