@@ -208,7 +208,7 @@ def shares(mesh, shape, axes):
 def test_attention_weights_of_a_producer_are_split_by_head_group_and_equal_on_its_token_ranks():
     mesh, parameters = producer()
     groups = PRODUCER_RANKS // PRODUCER_DCP
-    for name in "qkvo":
+    for name in ("qkv", "o"):
         held = shares(mesh, *parameters["layers", 0, "attention", name])
         for rank in range(PRODUCER_RANKS):
             group = prefill_head_group(rank, PRODUCER_RANKS, PRODUCER_DCP)
@@ -223,7 +223,7 @@ def test_other_weights_of_a_producer_are_split_over_all_ranks_in_tp_major_order(
     there is one.
     """
     mesh, parameters = producer()
-    split = [("layers", 0, "mlp", name) for name in ("gate", "up", "down")]
+    split = [("layers", 0, "mlp", name) for name in ("gate_up", "down")]
     split += [("embedding", "weight"), ("head", "weight")]
     rank_ids = shares(mesh, (PRODUCER_RANKS,), ("vocab",))
     for path in split:

@@ -7,6 +7,7 @@ prefill a chunk.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, Shaped
 
+from dcpjax.attention.current import attend_current, flatten_heads, group_queries, own_bounds
+from dcpjax.attention.softmax import Running, attend, finish
 from dcpjax.cache import formats
 from dcpjax.layout import active_mask, local_filled
 
@@ -25,14 +28,6 @@ tokens and 127 us for 512; 512 queries take 37 ms for 4096 tokens in steps of 25
 of 512.
 """
 MANY_QUERIES = 32
-
-
-class _Running(NamedTuple):
-    """Online softmax: highest score, sum of exponentials, weighted values, so far."""
-
-    highest: Float[Array, "K Q"]
-    total: Float[Array, "K Q"]
-    values: Float[Array, "K Q Dv"]
 
 
 def segment_attention(
@@ -59,8 +54,10 @@ def segment_attention(
         page_table: local page id of each virtual page; past the end of the sequence any valid ids.
         prior_length: tokens of the whole sequence that lie in pages before this segment.
         k, v: the segment's own tokens that this rank computed; those of other owners are masked.
+            Where S · ranks = T they are exactly this rank's own, in order of position.
         positions: global position of each of them.
         rank: this rank among the ``ranks`` that share the sequence's tokens.
+        scale: positive.
 
     Returns:
         out, lse (natural log), both float32; (0, −inf) for a query that sees nothing here.
@@ -108,7 +105,7 @@ def segments_attention(
     is_up_to = rows[:, None] >= rows[None, :]
     stops = jnp.sum(jnp.where(is_up_to, trips[None, :], 0), axis=1, dtype=jnp.int32)
 
-    def read(index: Array, running: _Running) -> _Running:
+    def read(index: Array, running: Running) -> Running:
         row = jnp.sum((index >= stops).astype(jnp.int32), dtype=jnp.int32)
         segment = _row(begin._replace(running=running), row)
         first = _row(stops, row) - _row(trips, row)
@@ -133,7 +130,7 @@ class _Segment(NamedTuple):
 
     queries: Float[Array, "K Q D"]
     held: Integer[Array, ""]
-    running: _Running
+    running: Running
 
     def trips(self, prior: "_Prior") -> Integer[Array, ""]:
         """Reads until all prior tokens are seen."""
@@ -154,33 +151,16 @@ def _begin(
     scale: float,
 ) -> _Segment:
     """Attention to the segment's own tokens, before anything is read from pages."""
-    queries = _group_queries(q, pages.shape[-3])
     prior_length = jnp.asarray(prior_length)
     query_positions = prior_length + jnp.arange(q.shape[0], dtype=prior_length.dtype)
     own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
     visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
-    running = _attend_current(queries, k, v, own, visible, scale)
+    values = jnp.where(own[:, None, None], v, jnp.zeros((), v.dtype))  # 0 · NaN would be NaN
+    queries = group_queries(q, pages.shape[-3])
+    bounds = partial(own_bounds, q.shape[0], k.shape[0], ranks=ranks, interleave=interleave)
+    running = attend_current(queries, k, values, visible, bounds, scale)
     held = local_filled(prior_length, rank, ranks=ranks, interleave=interleave)
-    return _Segment(queries, held, running)
-
-
-def _group_queries(q: Array, kv_heads: int) -> Float[Array, "K Q D"]:
-    """Queries by KV head: row r · T + t is the head's r-th query head at token t."""
-    tokens, heads, width = q.shape
-    grouped = q.reshape(tokens, kv_heads, heads // kv_heads, width).transpose(1, 2, 0, 3)
-    return grouped.reshape(kv_heads, heads // kv_heads * tokens, width)
-
-
-def _attend_current(
-    queries: Array, k: Array, v: Array, own: Array, visible: Array, scale: float
-) -> _Running:
-    """Attention to the segment's own tokens; ``visible`` [T, S] for each query head alike."""
-    visible = jnp.tile(visible, (queries.shape[1] // visible.shape[0], 1))[None]
-    scores = jnp.where(visible, scale * _product("kqd,skd->kqs", queries, k), -jnp.inf)
-    highest = jnp.max(scores, axis=-1)
-    exps = jnp.exp(scores - _finite(highest)[..., None])
-    own_v = jnp.where(own[:, None, None], v, jnp.zeros((), v.dtype))  # 0 · NaN would be NaN
-    return _Running(highest, jnp.sum(exps, axis=-1), _product("kqs,skd->kqd", exps, own_v))
+    return _Segment(flatten_heads(queries), held, running)
 
 
 @dataclass(frozen=True)
@@ -224,37 +204,22 @@ class _Prior:
 
 
 def _attend_rows(
-    running: _Running,
+    running: Running,
     queries: Array,
     keys: Float[Array, "K S D"],
     values: Float[Array, "K S Dv"],
     visible: Array,
     scale: float,
-) -> _Running:
-    """One step of the online softmax. Rows that are not visible may hold anything, NaN included."""
-    scores = scale * _product("kqd,ksd->kqs", queries, keys)
-    scores = jnp.where(visible[None, None, :], scores, -jnp.inf)
-    values = jnp.where(visible[None, :, None], values, jnp.zeros((), values.dtype))
-    highest = jnp.maximum(running.highest, jnp.max(scores, axis=-1))
-    exps = jnp.exp(scores - _finite(highest)[..., None])
-    keep = jnp.exp(running.highest - _finite(highest))
-    return _Running(
-        highest,
-        running.total * keep + jnp.sum(exps, axis=-1),
-        running.values * keep[..., None] + _product("kqs,ksd->kqd", exps, values),
-    )
+) -> Running:
+    """Attend to rows read. Those not visible may hold anything, NaN included; the first is visible.
 
-
-def _product(equation: str, a: Array, b: Array) -> Float[Array, "..."]:
-    """Product in the type of ``b``, accumulated in float32.
-
-    The scale of attention is applied to its result: in bfloat16 it would be rounded, which changes
-    the temperature of the softmax.
+    For many queries the keys are mended instead of the scores: a pass over fewer numbers.
     """
-    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.einsum(
-        equation, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32
-    )
+    values = jnp.where(visible[None, :, None], values, jnp.zeros((), values.dtype))
+    if queries.shape[1] <= MANY_QUERIES:
+        return attend(running, queries, keys, values, scale, visible[None, None, :])
+    keys = jnp.where(visible[None, :, None], keys, keys[:, :1])
+    return attend(running, queries, keys, values, scale, counted=visible[None, None, :])
 
 
 def _read_pages(
@@ -296,16 +261,9 @@ def _as(value: int | Array, like: Array) -> Array:
     return jnp.asarray(value, like.dtype)
 
 
-def _finite(highest: Array) -> Array:
-    """The highest score, 0 where nothing was seen: −inf − −inf would be NaN."""
-    return jnp.where(highest > -jnp.inf, highest, 0.0)
-
-
-def _finish(running: _Running, tokens: int) -> tuple[Array, Array]:
-    """Running sums as out [T, H, Dv] and lse [T, H]."""
-    seen = running.total > 0
-    out = running.values / jnp.where(seen, running.total, 1.0)[..., None]
-    lse = jnp.where(seen, _finite(running.highest) + jnp.log(running.total), -jnp.inf)
+def _finish(running: Running, tokens: int) -> tuple[Array, Array]:
+    """The segment's out [T, H, Dv] and lse [T, H]."""
+    out, lse = finish(running)
     kv_heads, rows, width = out.shape
     out = out.reshape(kv_heads, rows // tokens, tokens, width).transpose(2, 0, 1, 3)
     lse = lse.reshape(kv_heads, rows // tokens, tokens).transpose(2, 0, 1)

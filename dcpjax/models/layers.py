@@ -79,16 +79,18 @@ class Embedding(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """``down(silu(gate(x)) · up(x))``, the inner width split over all ranks."""
+    """``down(silu(gate(x)) · up(x))``, the inner width split over all ranks.
+
+    Gate and up are one product: ``gate_up[:, 0]`` and ``gate_up[:, 1]``.
+    """
 
     def __init__(self, width: int, inner: int, dtype: DTypeLike) -> None:
-        self.gate = parameter((width, inner), ("embed", "ffn"), dtype)
-        self.up = parameter((width, inner), ("embed", "ffn"), dtype)
+        self.gate_up = parameter((width, 2, inner), ("embed", None, "ffn"), dtype)
         self.down = parameter((inner, width), ("ffn", "embed"), dtype)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        gate = matmul(x, self.gate[...])
-        inner = nnx.silu(gate) * matmul(x, self.up[...])
+        gate_up = matmul(x, self.gate_up[...])
+        inner = nnx.silu(gate_up[:, 0]) * gate_up[:, 1]
         return sum_ranks(matmul(inner, self.down[...]))
 
 

@@ -50,6 +50,16 @@ class Sharding:
         """Logical axis of query heads; gathered queries need the group's weights on each rank."""
         return "q_heads" if self.prefill_gather == "none" else "group_q_heads"
 
+    @property
+    def q_shares(self) -> int:
+        """Shares that the query heads are cut into."""
+        return self.ranks if self.q_axis == "q_heads" else self.heads.groups
+
+    @property
+    def share_q_heads(self) -> int:
+        """Query heads of one share, zeros included."""
+        return self.heads.groups * self.heads.group_heads // self.q_shares
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -67,21 +77,22 @@ class _Part:
 
 
 class Attention(nnx.Module):
-    """Projections around the attention of :mod:`dcpjax.attention`."""
+    """Projections around the attention of :mod:`dcpjax.attention`.
+
+    ``qkv`` is one product: each rank's share has its query heads, its group's key heads, its
+    group's value heads. Key and value heads are there once for every share that needs them.
+    """
 
     def __init__(self, config: ModelConfig, sharding: Sharding, dtype: DTypeLike) -> None:
         heads, width = sharding.heads, config.hidden_size
-        num_q, num_kv = heads.groups * heads.group_heads, heads.groups * heads.group_kv_heads
-        q_axes, kv_axes = (sharding.q_axis, "head_dim"), ("kv_heads", "head_dim")
-        self.q = parameter((width, num_q, config.head_dim), ("embed", *q_axes), dtype)
-        self.k = parameter((width, num_kv, config.head_dim), ("embed", *kv_axes), dtype)
-        self.v = parameter((width, num_kv, config.head_dim), ("embed", *kv_axes), dtype)
+        q_axes = (sharding.q_axis, "head_dim")
+        num_q = sharding.q_shares * sharding.share_q_heads
+        num_qkv = num_q + 2 * sharding.q_shares * heads.group_kv_heads
+        self.qkv = parameter((width, num_qkv, config.head_dim), ("embed", *q_axes), dtype)
         self.o = parameter((num_q, config.head_dim, width), (*q_axes, "embed"), dtype)
         self.has_bias, self.has_norm = config.has_qkv_bias, config.has_qk_norm
         if self.has_bias:
-            self.q_bias = parameter((num_q, config.head_dim), q_axes, dtype)
-            self.k_bias = parameter((num_kv, config.head_dim), kv_axes, dtype)
-            self.v_bias = parameter((num_kv, config.head_dim), kv_axes, dtype)
+            self.qkv_bias = parameter((num_qkv, config.head_dim), q_axes, dtype)
         if self.has_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
@@ -142,10 +153,11 @@ class Attention(nnx.Module):
         self, x: Float[Array, "T E"], angles: Sequence[Array]
     ) -> tuple[Float[Array, "T h D"], Float[Array, "T k D"], Float[Array, "T k D"]]:
         """Queries, keys and values of this rank's heads, rotated."""
-        q, k, v = (matmul(x, weight[...]) for weight in (self.q, self.k, self.v))
+        qkv = matmul(x, self.qkv[...])
         if self.has_bias:
-            biases = (self.q_bias, self.k_bias, self.v_bias)
-            q, k, v = (y + bias[...][None] for y, bias in zip((q, k, v), biases, strict=True))
+            qkv = qkv + self.qkv_bias[...][None]
+        num_q, num_kv = self.sharding.share_q_heads, self.sharding.heads.group_kv_heads
+        q, k, v = jnp.split(qkv, (num_q, num_q + num_kv), axis=1)
         if self.has_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, angles), rotate(k, angles), v

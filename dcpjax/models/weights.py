@@ -1,7 +1,7 @@
 """Checkpoint tensors to placed parameters: which tensor fills which, in which order of heads."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,19 +13,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from dcpjax.config import ModelConfig, Progress
-from dcpjax.mesh import HeadLayout, partition
+from dcpjax.mesh import partition
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.llama import Llama, Sharding
 
-Arrange = Callable[[np.ndarray, ModelConfig, HeadLayout], np.ndarray]
+Arrange = Callable[[Sequence[np.ndarray], ModelConfig, Sharding], np.ndarray]
 
 
-def _as_stored(tensor: np.ndarray, config: ModelConfig, heads: HeadLayout) -> np.ndarray:
+def _as_stored(tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding) -> np.ndarray:
+    (tensor,) = tensors
     return tensor
 
 
-def _transposed(tensor: np.ndarray, config: ModelConfig, heads: HeadLayout) -> np.ndarray:
+def _transposed(tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding) -> np.ndarray:
+    (tensor,) = tensors
     return tensor.T
+
+
+def _side_by_side(
+    tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding
+) -> np.ndarray:
+    """Several [N, E] to [E, several, N]."""
+    return np.stack(tensors).transpose(2, 0, 1)
 
 
 def _take_heads(by_head: np.ndarray, source: np.ndarray) -> np.ndarray:
@@ -34,54 +43,68 @@ def _take_heads(by_head: np.ndarray, source: np.ndarray) -> np.ndarray:
     return np.concatenate([by_head, zero])[np.where(source < 0, len(by_head), source)]
 
 
-def _query_heads(tensor: np.ndarray, config: ModelConfig, heads: HeadLayout) -> np.ndarray:
-    """[H · D, E] to [E, placed heads, D]; a bias [H · D] to [placed heads, D]."""
-    by_head = tensor.reshape(config.num_heads, config.head_dim, *tensor.shape[1:])
-    placed = _take_heads(by_head, heads.q_head_source)
-    return placed if tensor.ndim == 1 else placed.transpose(2, 0, 1)
+def qkv_head_source(layout: Sharding) -> np.ndarray:
+    """For each placed head of the joint projection: which of all heads [q | k | v], −1 for zeros.
+
+    Share after share: its query heads, its group's key heads, its group's value heads.
+    """
+    heads = layout.heads
+    queries = heads.q_head_source.reshape(layout.q_shares, layout.share_q_heads)
+    by_group = heads.kv_head_source.reshape(heads.groups, heads.group_kv_heads)
+    kv_heads = np.repeat(by_group, layout.q_shares // heads.groups, axis=0)
+    keys = heads.num_heads + kv_heads
+    return np.concatenate([queries, keys, keys + heads.num_kv_heads], axis=1).reshape(-1)
 
 
-def _kv_heads(tensor: np.ndarray, config: ModelConfig, heads: HeadLayout) -> np.ndarray:
-    by_head = tensor.reshape(config.num_kv_heads, config.head_dim, *tensor.shape[1:])
-    placed = by_head[heads.kv_head_source]
-    return placed if tensor.ndim == 1 else placed.transpose(2, 0, 1)
+def _projections(
+    tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding
+) -> np.ndarray:
+    """Queries, keys, values [heads · D, E] to [E, placed heads, D]; biases to [placed heads, D]."""
+    joint = np.concatenate(tensors)
+    by_head = joint.reshape(-1, config.head_dim, *joint.shape[1:])
+    placed = _take_heads(by_head, qkv_head_source(layout))
+    return placed if joint.ndim == 1 else placed.transpose(2, 0, 1)
 
 
-def _output_heads(tensor: np.ndarray, config: ModelConfig, heads: HeadLayout) -> np.ndarray:
+def _output_heads(
+    tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding
+) -> np.ndarray:
     """[E, H · D] to [placed heads, D, E]."""
+    (tensor,) = tensors
     by_head = tensor.T.reshape(config.num_heads, config.head_dim, -1)
-    return _take_heads(by_head, heads.q_head_source)
+    return _take_heads(by_head, layout.heads.q_head_source)
 
 
-_TOP: dict[tuple[str, ...], tuple[str, Arrange]] = {
-    ("embedding", "weight"): ("model.embed_tokens.weight", _as_stored),
-    ("norm", "weight"): ("model.norm.weight", _as_stored),
-    ("head", "weight"): ("lm_head.weight", _as_stored),
+_TOP: dict[tuple[str, ...], tuple[tuple[str, ...], Arrange]] = {
+    ("embedding", "weight"): (("model.embed_tokens.weight",), _as_stored),
+    ("norm", "weight"): (("model.norm.weight",), _as_stored),
+    ("head", "weight"): (("lm_head.weight",), _as_stored),
 }
-_LAYER: dict[tuple[str, ...], tuple[str, Arrange]] = {
-    ("attention_norm", "weight"): ("input_layernorm.weight", _as_stored),
-    ("attention", "q"): ("self_attn.q_proj.weight", _query_heads),
-    ("attention", "k"): ("self_attn.k_proj.weight", _kv_heads),
-    ("attention", "v"): ("self_attn.v_proj.weight", _kv_heads),
-    ("attention", "q_bias"): ("self_attn.q_proj.bias", _query_heads),
-    ("attention", "k_bias"): ("self_attn.k_proj.bias", _kv_heads),
-    ("attention", "v_bias"): ("self_attn.v_proj.bias", _kv_heads),
-    ("attention", "q_norm", "weight"): ("self_attn.q_norm.weight", _as_stored),
-    ("attention", "k_norm", "weight"): ("self_attn.k_norm.weight", _as_stored),
-    ("attention", "o"): ("self_attn.o_proj.weight", _output_heads),
-    ("mlp_norm", "weight"): ("post_attention_layernorm.weight", _as_stored),
-    ("mlp", "gate"): ("mlp.gate_proj.weight", _transposed),
-    ("mlp", "up"): ("mlp.up_proj.weight", _transposed),
-    ("mlp", "down"): ("mlp.down_proj.weight", _transposed),
+_LAYER: dict[tuple[str, ...], tuple[tuple[str, ...], Arrange]] = {
+    ("attention_norm", "weight"): (("input_layernorm.weight",), _as_stored),
+    ("attention", "qkv"): (
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        _projections,
+    ),
+    ("attention", "qkv_bias"): (
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        _projections,
+    ),
+    ("attention", "q_norm", "weight"): (("self_attn.q_norm.weight",), _as_stored),
+    ("attention", "k_norm", "weight"): (("self_attn.k_norm.weight",), _as_stored),
+    ("attention", "o"): (("self_attn.o_proj.weight",), _output_heads),
+    ("mlp_norm", "weight"): (("post_attention_layernorm.weight",), _as_stored),
+    ("mlp", "gate_up"): (("mlp.gate_proj.weight", "mlp.up_proj.weight"), _side_by_side),
+    ("mlp", "down"): (("mlp.down_proj.weight",), _transposed),
 }
 
 
-def _source(path: tuple[Any, ...]) -> tuple[str, Arrange]:
-    """Name and arrangement of the tensor that fills the parameter at ``path``."""
+def _sources(path: tuple[Any, ...]) -> tuple[tuple[str, ...], Arrange]:
+    """Names and arrangement of the tensors that fill the parameter at ``path``."""
     if path[0] != "layers":
         return _TOP[path]
-    name, arrange = _LAYER[path[2:]]
-    return f"model.layers.{path[1]}.{name}", arrange
+    names, arrange = _LAYER[path[2:]]
+    return tuple(f"model.layers.{path[1]}.{name}" for name in names), arrange
 
 
 @dataclass(frozen=True)
@@ -112,8 +135,9 @@ def place_model(
     entries = nnx.to_flat_state(state)
     filled = []
     for count, (path, parameter) in enumerate(entries, start=1):
-        name, arrange = _source(path)
-        tensor = _pad(arrange(checkpoint.read(name), config, layout.heads), parameter.shape)
+        names, arrange = _sources(path)
+        tensors = [checkpoint.read(name) for name in names]
+        tensor = _pad(arrange(tensors, config, layout), parameter.shape)
         place = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
         array = jax.device_put(np.ascontiguousarray(tensor, dtype=dtype), place)
         filled.append((path, parameter.replace(array)))
