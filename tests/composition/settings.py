@@ -5,6 +5,7 @@ from typing import Any
 from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError
 from tests.composition.pairwise import Choice, all_choices
+from tests.engine.pair import transfer
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "mesh (tp, dcp)": ((1, 1), (2, 4), (4, 2), (8, 1), (1, 8), (2, 2), (1, 3)),
@@ -14,6 +15,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "prefill_gather": ("none", "q"),
     "prefix caching": ("on", "off"),
     "kv_cache_dtype": ("float32", "bfloat16"),
+    "prompt computed": ("here", "by another engine"),
 }
 """A mesh is shown by its axes; -tp is their product."""
 
@@ -33,6 +35,7 @@ def engine_settings(choice: Choice) -> dict[str, Any]:
         "prefill_gather": choice["prefill_gather"],
         "enable_prefix_caching": choice["prefix caching"] == "on",
         "kv_cache_dtype": choice["kv_cache_dtype"],
+        **(transfer("kv_consumer") if choice["prompt computed"] != "here" else {}),
     }
 
 

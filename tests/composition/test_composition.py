@@ -5,16 +5,19 @@ near ties. With a bfloat16 pool it is what the plain engine with such a pool say
 near tie: sums in another order may round a stored value the other way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import cycle
 
 import pytest
 
+from dcpjax.engine.request import Request
 from dcpjax.errors import ConfigError
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from tests.composition.pairwise import pairwise_cover
 from tests.composition.settings import REFUSED, SERVED, engine_settings, is_refused, refusal
+from tests.engine.pair import Node, ask_prefill, node, transfer
 from tests.engine.serving import Served, engine_of, request_of, serve
 from tests.golden.records import NUM_TOKENS, Continuation, read_continuations
 from tests.golden.tiny import CONFIGS, write_tiny_model
@@ -55,6 +58,25 @@ def plain_bfloat16(open_tiny) -> Callable[[str], dict[str, Served]]:
     return continuations
 
 
+@contextmanager
+def prefill_for(checkpoint: Checkpoint, settings: dict) -> Iterator[Node | None]:
+    """One plain device that computes the prompts for an engine that loads them."""
+    if "kv_transfer_config" not in settings:
+        yield None
+        return
+    same = {name: settings[name] for name in ("block_size", "kv_cache_dtype")}
+    with node(checkpoint, num_pages=1000, **same, **transfer("kv_producer")) as prefill:
+        yield prefill
+
+
+def requests_of(prefill: Node | None, prompts: list[Continuation], **params) -> list[Request]:
+    requests = [request_of(item.name, item.prompt, **params) for item in prompts]
+    if prefill is not None:
+        for request in requests:
+            request.kv_transfer_params = ask_prefill(prefill, request.prompt_token_ids)
+    return requests
+
+
 def run(
     checkpoint: Checkpoint, prompts: list[Continuation], logprobs: int | None, settings: dict
 ) -> dict[str, Served]:
@@ -63,15 +85,16 @@ def run(
     order = [item for pair in zip(prompts, reversed(prompts), strict=True) for item in pair]
     order = list(dict.fromkeys(order))
     params = {"max_tokens": NUM_TOKENS, "logprobs": logprobs}
-    served = serve(engine, [request_of(item.name, item.prompt, **params) for item in order])
-    longest = prompts[-1]
-    for _ in range(2):  # others may have evicted it; the second time it is there
-        again = serve(engine, [request_of("again", longest.prompt, **params)])["again"]
-        assert again.tokens == served[longest.name].tokens
-    page = engine.config.virtual_page_size
-    cached = (len(longest.prompt) - 1) // page * page * engine.config.enable_prefix_caching
-    assert again.num_cached_tokens == cached
-    engine.close()
+    with prefill_for(checkpoint, settings) as prefill:
+        served = serve(engine, requests_of(prefill, order, **params))
+        longest = prompts[-1]
+        for _ in range(2):  # others may have evicted it; the second time it is there
+            again = serve(engine, requests_of(prefill, [longest], **params))[longest.name]
+            assert again.tokens == served[longest.name].tokens
+        page = engine.config.virtual_page_size
+        cached = (len(longest.prompt) - 1) // page * page * engine.config.enable_prefix_caching
+        assert again.num_cached_tokens == cached
+        engine.close()
     return served
 
 
