@@ -348,7 +348,8 @@ class EngineConfig:
         """I: consecutive tokens that stay on one DCP rank."""
         if self.cp_kv_cache_interleave_size is not None:
             return self.cp_kv_cache_interleave_size
-        return 1 if self.kv_transfer_config is None else self.block_size
+        is_transferred = self.kv_transfer_config is not None
+        return self.block_size if is_transferred and self.decode_context_parallel_size > 1 else 1
 
     @property
     def head_groups(self) -> int:

@@ -179,7 +179,8 @@ def test_kv_transfer_settings(settings: dict[str, Any], rule: str | None) -> Non
 
 @pytest.mark.parametrize("chosen", [None, 4])
 def test_where_kv_is_transferred_whole_pages_stay_together(chosen: int | None) -> None:
-    settings: dict[str, Any] = {"block_size": 8, "cp_kv_cache_interleave_size": chosen}
+    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    settings: dict[str, Any] = {**ranks, "block_size": 8, "cp_kv_cache_interleave_size": chosen}
     assert EngineConfig.from_settings("m", settings).interleave == (chosen or 1)
     settings["kv_transfer_config"] = PRODUCER
     assert EngineConfig.from_settings("m", settings).interleave == (chosen or 8)
