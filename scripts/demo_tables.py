@@ -43,7 +43,7 @@ def rank_table(answer: Answer, pool: Pool, *, dcp: int, interleave: int) -> Tabl
     The last token was sampled and never computed, so it has no keys and values.
     """
     length = answer.prompt_tokens + answer.completion_tokens - 1
-    table = Table(title=f"KV cache of {length} tokens over {dcp} ranks of the decode engine")
+    table = Table(title=f"KV cache of {length} tokens over {dcp} decode ranks")
     for column in ("rank", "tokens", "bytes of them", "bytes of the pool"):
         table.add_column(column, justify="right")
     for rank in range(dcp):
