@@ -13,7 +13,7 @@ from dcpjax.layout import local_filled
 QUERY_TILE = 128
 """Queries that see a segment's own tokens together; those after them all are left out.
 
-512 queries to their own keys take 0.71 of the time without tiles; tiles of 256 0.88, of 64 0.80.
+Measured on CPU: 512 queries take 0.63 to 0.71 of the time that they take without tiles.
 """
 
 

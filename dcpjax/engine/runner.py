@@ -94,7 +94,10 @@ class Runner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, each counted once however often it is replicated."""
+        """Bytes of all parameters, each counted once however often it is replicated.
+
+        Copies of KV heads among the projections are parameters of their own.
+        """
         return sum(parameter.nbytes for parameter in self._model.parameters)
 
     @property

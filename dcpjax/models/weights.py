@@ -1,7 +1,9 @@
 """Checkpoint tensors to placed parameters: which tensor fills which, in which order of heads."""
 
+import os
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,21 +130,30 @@ def place_model(
     dtype: DTypeLike,
     progress: Progress | None = None,
 ) -> PlacedModel:
-    """Read every tensor once, arrange and pad it, and put each rank's share on its device."""
+    """Read every tensor once, arrange and pad it, and put each rank's share on its device.
+
+    Two at a time: most of it is copying, which other threads need not wait for.
+    """
     config = checkpoint.config
     model = nnx.eval_shape(lambda: Llama(config, layout, dtype))
     graph, state = nnx.split(model)
     entries = nnx.to_flat_state(state)
-    filled = []
-    for count, (path, parameter) in enumerate(entries, start=1):
+
+    def place(entry: tuple[tuple[Any, ...], Any]) -> Array:
+        path, parameter = entry
         names, arrange = _sources(path)
         tensors = [checkpoint.read(name) for name in names]
         tensor = _pad(arrange(tensors, config, layout), parameter.shape)
-        place = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
-        array = jax.device_put(np.ascontiguousarray(tensor, dtype=dtype), place)
-        filled.append((path, parameter.replace(array)))
-        if progress is not None:
-            progress("load", count, len(entries))
+        target = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
+        return jax.device_put(np.ascontiguousarray(tensor, dtype=dtype), target)
+
+    filled = []
+    with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:
+        placed = zip(entries, executor.map(place, entries), strict=True)
+        for count, ((path, parameter), array) in enumerate(placed, start=1):
+            filled.append((path, parameter.replace(array)))
+            if progress is not None:
+                progress("load", count, len(entries))
     leaves, tree = jax.tree.flatten(nnx.from_flat_state(filled))
     return PlacedModel(graph, tree, tuple(leaves), tuple(leaf.sharding.spec for leaf in leaves))
 
