@@ -1,10 +1,11 @@
 """A prompt computed by one engine goes on in another, token for token as in one alone."""
 
+import threading
 import time
 
 import pytest
 
-from dcpjax.engine import kv_local, kv_staging
+from dcpjax.engine import kv_local, kv_staging, kv_target
 from dcpjax.engine.request import FinishReason
 from dcpjax.errors import MeshError, RequestError
 from tests.engine.pair import (
@@ -227,6 +228,46 @@ def test_what_cannot_be_loaded_may_be_recomputed(tiny, brief, expected):
             assert decode.served[request.request_id].tokens == expected[50]
         assert decode.engine.stats()["kv_transfer"]["num_failed"] == 5
         decode.drain()
+
+
+def test_a_wrong_address_of_an_engine_harms_nobody_else(tiny, prefill, expected):
+    """Not even when it is the first that a target hears of that engine."""
+    with node(tiny, **transfer("kv_consumer")) as decode:
+        wrong = {**ask_prefill(prefill, PROMPTS[50]), "remote_port": 9}
+        request = decode_request(PROMPTS[50], wrong, max_tokens=12)
+        decode.engine.add(request)
+        decode.run(request.request_id)
+        assert decode.served[request.request_id].finish_reason is FinishReason.ERROR
+        assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
+        decode.drain()
+
+
+@pytest.mark.parametrize("connector", MODULES)
+def test_an_engine_that_is_not_used_is_forgotten_and_met_anew(
+    connector, tiny, expected, monkeypatch
+):
+    skip_without(connector)
+    monkeypatch.setattr(kv_target, "_UNUSED_SECONDS", 0.5)
+    with (
+        node(tiny, **transfer("kv_producer", connector)) as prefill,
+        node(tiny, **transfer("kv_consumer", connector)) as decode,
+    ):
+        for _ in range(2):
+            decode.engine.reset_prefix_cache()
+            assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
+            engine_id = ask_prefill(prefill, PROMPTS[1])["remote_engine_id"]
+            assert threads_for(engine_id)
+            deadline = time.monotonic() + PATIENCE
+            while threads_for(engine_id):
+                assert time.monotonic() < deadline, "a source is never forgotten"
+                time.sleep(0.05)
+        assert not decode.engine.stats()["kv_transfer"]["num_failed"]
+
+
+def threads_for(engine_id: str) -> list[str]:
+    """Of a target, for one source."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(f"dcpjax-kv-{engine_id[:8]}")]
 
 
 @pytest.mark.parametrize(
