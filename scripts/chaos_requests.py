@@ -9,7 +9,7 @@ import enum
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dcpjax
@@ -105,25 +105,35 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True)
 class Visit:
-    """One client's turn. It leaves after so many tokens or seconds, or stays to the end."""
+    """One client's turn. It leaves after so many tokens or seconds, or stays to the end.
+
+    ``salt``: of the prefix caches; one that was not used before has everything computed and moved.
+    """
 
     case: Case
     way: Way = Way.ROUTED
     stream: bool = True
+    salt: str | None = None
     leaves_after_tokens: int | None = None
     leaves_after_seconds: float | None = None
+
+    def request(self, *, stream: bool, **changes: Any) -> Json:
+        salted = {} if self.salt is None else {"cache_salt": self.salt}
+        return self.case.request(stream=stream, **salted, **changes)
 
 
 def make_visit(choose: random.Random, cases: Sequence[Case]) -> Visit:
     case = choose.choice(cases)
     way = choose.choices(list(Way), weights=[9, 1, 1, 1])[0]
     stream = choose.random() < 0.6
+    salt = f"{choose.getrandbits(64):x}" if choose.random() < 0.5 else None
+    visit = Visit(case, way, stream, salt)
     match choose.randrange(5):
         case 0 if stream and way is Way.ROUTED:
-            return Visit(case, leaves_after_tokens=choose.randrange(len(case.tokens)))
+            return replace(visit, leaves_after_tokens=choose.randrange(len(case.tokens)))
         case 1 if way is Way.ROUTED:
-            return Visit(case, stream=stream, leaves_after_seconds=choose.expovariate(1.0))
-    return Visit(case, way, stream)
+            return replace(visit, leaves_after_seconds=choose.expovariate(1.0))
+    return visit
 
 
 def make_lie(choose: random.Random, offer: Json) -> Json:

@@ -33,7 +33,7 @@ class ServerProcess:
             start_new_session=True,  # Ctrl-C reaches this script alone, which ends the server
         )
         assert self._process.stdout is not None and self._process.stderr is not None
-        self._stdout = self._process.stdout
+        self._streams = (self._process.stdout, self._process.stderr)
         self._copiers: list[threading.Thread] = []
         self.num_tracebacks = 0
         self._copy(self._process.stderr)
@@ -55,10 +55,11 @@ class ServerProcess:
         Raises:
             ServerEnded: it could not start.
         """
-        for line in self._stdout:
+        stdout = self._streams[0]
+        for line in stdout:
             sys.stderr.write(line)
             if line.startswith(READY):
-                self._copy(self._stdout)
+                self._copy(stdout)
                 return line.partition(" at ")[2].split()[0].removesuffix("/v1")
         raise ServerEnded(" ".join(self._command))
 
@@ -93,6 +94,8 @@ class ServerProcess:
         code = self._process.wait()
         for copier in self._copiers:
             copier.join()
+        for stream in self._streams:
+            stream.close()
         return code
 
 

@@ -96,21 +96,36 @@ class LocalKV:
             TransferError: it was refused or has failed; nothing moves any more.
         """
         source, target = _sequence(peer, peer_pages), _sequence(self.info, pages)
+        plans = transfers(
+            source.placement,
+            target.placement,
+            span,
+            token_bytes=self.info.token_bytes,
+            num_pages=self._num_staging_pages(peer),
+        )
+        for plan, is_staged in plans:
+            if not (is_staged and self._is_read_staged(peer, plan, source, target)):
+                self._read(peer, plan, bind(plan, source, target))
+
+    def _num_staging_pages(self, peer: EngineInfo) -> int:
+        staging = self._staging
+        return 0 if staging is None else len(staging.cut(self.info, peer.page_size).page_ids)
+
+    def _is_read_staged(
+        self, peer: EngineInfo, plan: TransferPlan, source: SequenceMemory, target: SequenceMemory
+    ) -> bool:
+        """Read through the staging area; False: there is none any more.
+
+        One at a time. A source that stalls in here holds the others up once, until its timeout.
+        """
         with self._staging_lock:
-            staging = (
-                None if self._staging is None else self._staging.cut(self.info, peer.page_size)
-            )
-            plans = transfers(
-                source.placement,
-                target.placement,
-                span,
-                token_bytes=self.info.token_bytes,
-                num_pages=0 if staging is None else len(staging.page_ids),
-            )
-            for plan, is_staged in plans:
-                bound = bind(plan, source, target, staging=staging if is_staged else None)
-                self._read(peer, plan, bound)
-                put_in_order(bound, self.info, peer.page_size)
+            if self._staging is None:
+                return False
+            staging = self._staging.cut(self.info, peer.page_size)
+            bound = bind(plan, source, target, staging=staging)
+            self._read(peer, plan, bound)
+            put_in_order(bound, self.info, peer.page_size)
+            return True
 
     def _read(self, peer: EngineInfo, plan: TransferPlan, bound: BoundTransfer) -> None:
         with self._moving(peer, plan, bound) as handle:
