@@ -66,7 +66,7 @@ def test_enough_for_all_sequences_at_full_length(dcp, pages, free_pages):
 
 @pytest.mark.parametrize("free, pages", [(2, 1), (2.9, 1), (8, 7), (101, 96), (128, 112)])
 def test_no_more_than_memory_allows(free, pages, free_pages):
-    """One page more than usable ones, the scratch page; rounded, to find compiled programs again."""
+    """One page more than usable ones: the scratch page. Rounded, so that programs fit again."""
     free_pages(free)
     assert chosen(config_of()) == pages
 
