@@ -127,7 +127,7 @@ class Clients:
         try:
             response = await self._http.post(f"{url}/v1/completions", json=body)
         except httpx.HTTPError as error:
-            answer.broken = f"{type(error).__name__}: {error}"
+            _note_end(answer, error)
             return None
         answer.status, answer.is_done = response.status_code, True
         whole = response.json()
@@ -143,7 +143,13 @@ class Clients:
                     return
                 await _read_events(response, answer, most)
         except httpx.HTTPError as error:
-            answer.broken = f"{type(error).__name__}: {error}"
+            _note_end(answer, error)
+
+
+def _note_end(answer: Answer, error: httpx.HTTPError) -> None:
+    """What became of an answer that does not come."""
+    answer.broken = f"{type(error).__name__}: {error}"
+    answer.is_late = isinstance(error, httpx.TimeoutException)
 
 
 async def _read_events(response: httpx.Response, answer: Answer, most: int | None) -> None:

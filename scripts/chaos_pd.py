@@ -46,6 +46,8 @@ BRIEF = {
 """Leases that end while the script runs."""
 POLICIES = ("recompute", "fail")
 SETTLE_SECONDS = 120.0
+ANSWER_SECONDS = 120.0
+"""Longer than anything here may take, the next sign of an answer does not come any more."""
 CALM_CLIENTS = 4
 PERIOD_SECONDS = 5.0
 
@@ -186,7 +188,7 @@ async def in_cluster(
 ) -> Json:
     """Everything that needs the processes alive; what the engines have counted."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(limits=limits, timeout=None, trust_env=False) as http:
+    async with httpx.AsyncClient(limits=limits, timeout=ANSWER_SECONDS, trust_env=False) as http:
         clients = Clients(http, cluster, tally)
         await run_chaos(clients, cluster, cases, tally, options)
         print("the faults have ended", flush=True)
@@ -299,6 +301,8 @@ def _cycled(meshes: Sequence[Mesh], count: int) -> list[Mesh]:
 
 
 def main() -> int:
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: the processes are ended first
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     result = check_cluster(parse_options())
     print(json.dumps(result))
     return 0 if result["passed"] else 1

@@ -151,13 +151,17 @@ def make_lie(choose: random.Random, offer: Json) -> Json:
 
 @dataclass
 class Answer:
-    """What one call has brought so far. ``broken``: how the connection ended before the answer."""
+    """What one call has brought so far.
+
+    ``broken``: how the connection ended before the answer; ``is_late``: we ended it ourselves.
+    """
 
     status: int | None = None
     token_ids: list[int] = field(default_factory=list[int])
     finish_reason: str | None = None
     error: Any = None
     broken: str | None = None
+    is_late: bool = False
     is_done: bool = False
     has_left: bool = False
 
@@ -178,6 +182,7 @@ def judge(visit: Visit, answer: Answer) -> list[str]:
         "tokens are those of one engine": lambda: (
             tuple(answer.token_ids) == tokens[: len(answer.token_ids)]
         ),
+        "an answer comes sooner or later": lambda: not answer.is_late,
         "an answer ends, or is an error, or its client has left": lambda: bool(
             answer.finish_reason or answer.error or answer.broken or answer.has_left
         ),

@@ -65,6 +65,7 @@ def test_right_answers_and_proper_errors_pass(asked: Any, visit: Any):
         {"finish_reason": "error"},
         {"finish_reason": None},
         {"is_done": False},
+        {"broken": "ReadTimeout", "is_late": True},
         {"token_ids": [1], "finish_reason": None, "is_done": False, "has_left": True},
         {"token_ids": [1], "finish_reason": None, "error": ERROR},
         {"token_ids": [7], "finish_reason": None, "error": "gone"},

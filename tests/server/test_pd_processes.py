@@ -180,6 +180,27 @@ def check_without_kv(answers: Mapping[str, "Future[httpx.Response]"], tokens: li
     assert error["message"]
 
 
+def test_chaos(model: Checkpoint, patched: pytest.MonkeyPatch):
+    """Before the other tests: it has engines of its own, and those are not there yet."""
+    run = subprocess.run(
+        [
+            *(sys.executable, ROOT / "scripts" / "chaos_pd.py", "--model", str(model.path)),
+            *("--seconds", "30", "--seed", "3", "--fault-seconds", "8", "--clients", "4"),
+            *("--prefill-meshes", "2/1", "4/2", "--decode-meshes", "3/3", "2/1"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["wrong"] == [], run.stderr
+    assert (result["passed"], run.returncode) == (True, 0)
+    assert result["answers"]["whole"] > 0
+    assert any("kill" in name for name in result["done"])
+
+
 def test_the_pair_gives_the_tokens_of_one_engine(pair: Pair, expected: Mapping[int, list[int]]):
     pair.check_serves(expected)
     for num_tokens in PROMPTS:
@@ -247,23 +268,3 @@ def test_pages_of_a_killed_consumer_come_back(pair: Pair, expected: Mapping[int,
 def forget_prefixes(engines: Sequence[Any]) -> None:
     for engine in engines:
         httpx.post(f"{engine.url}/reset_prefix_cache", timeout=PATIENCE).raise_for_status()
-
-
-def test_chaos(model: Checkpoint, patched: pytest.MonkeyPatch):
-    run = subprocess.run(
-        [
-            *(sys.executable, ROOT / "scripts" / "chaos_pd.py", "--model", str(model.path)),
-            *("--seconds", "30", "--seed", "3", "--fault-seconds", "8", "--clients", "4"),
-            *("--prefill-meshes", "2/1", "4/2", "--decode-meshes", "3/3", "2/1"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stdout, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
-    assert result["wrong"] == [], run.stderr
-    assert (result["passed"], run.returncode) == (True, 0)
-    assert result["answers"]["whole"] > 0
-    assert any("kill" in name for name in result["done"])
