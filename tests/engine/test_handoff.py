@@ -5,7 +5,9 @@ import time
 import pytest
 
 from dcpjax.engine import kv_local, kv_staging
+from dcpjax.engine.kv_target import KVTarget
 from dcpjax.engine.request import FinishReason
+from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import MeshError, RequestError
 from tests.engine.pair import (
     BRIEF,
@@ -173,6 +175,41 @@ def test_an_abort_at_any_moment_frees_both_sides(prefill, decode, expected):
         prefill.drain()
         decode.drain()
     assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
+
+
+def test_a_load_begins_when_no_earlier_step_writes_any_more(prefill, decode, monkeypatch):
+    """A step in flight still writes for an aborted request, into pages that a load gets."""
+    under_way: list = []
+    beside: list[set[str]] = []
+    dispatch, commit, start = decode.engine.runner.dispatch, Scheduler.commit, KVTarget.start
+
+    def dispatching(plan):
+        under_way.append(plan)
+        return dispatch(plan)
+
+    def committing(self, plan, *results):
+        under_way[:] = [other for other in under_way if other is not plan]
+        return commit(self, plan, *results)
+
+    def starting(self, load):
+        beside.append({s.request.request_id for plan in under_way for s in plan.segments})
+        start(self, load)
+
+    monkeypatch.setattr(decode.engine.runner, "dispatch", dispatching)
+    monkeypatch.setattr(Scheduler, "commit", committing)
+    monkeypatch.setattr(KVTarget, "start", starting)
+    offer = ask_prefill(prefill, PROMPTS[50])
+    decode.engine.add(request_of("ends", PROMPTS[97], max_tokens=50))
+    for _ in range(6):
+        decode.step()
+    assert under_way, "it is not in flight"
+    decode.engine.abort("ends")
+    request = decode_request(PROMPTS[50], offer, max_tokens=2)
+    decode.engine.add(request)
+    decode.run(request.request_id)
+    assert beside == [set()]
+    prefill.drain()
+    decode.drain()
 
 
 def test_an_offer_that_nobody_takes_expires(brief):
