@@ -153,6 +153,9 @@ def _option(default: Any, help: str, *flags: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, "flags": flags, **extra})
 
 
+_ALL_ADDRESSES = ("0.0.0.0", "::")
+
+
 @dataclass(frozen=True)
 class KVTransferConfig:
     """How an engine hands KV to other engines or takes it from them.
@@ -191,6 +194,13 @@ class KVTransferConfig:
         _POSITIVE.check(self, "kv_lease_duration", "kv_lease_extension", "heartbeat_interval")
         _POSITIVE.check(self, "transfer_timeout")
         _PORT.check(self, "kv_port")
+        if self.host in _ALL_ADDRESSES:
+            raise ConfigError(
+                "other engines need an address to find this one: set advertised_ip where kv_ip is "
+                "all of a host's",
+                kv_ip=self.kv_ip,
+                advertised_ip=self.advertised_ip,
+            )
         if self.heartbeat_interval >= self.kv_lease_extension:
             raise ConfigError(
                 "heartbeat_interval is below kv_lease_extension",
