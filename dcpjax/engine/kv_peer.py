@@ -1,0 +1,238 @@
+"""One engine that computes prompts, as an engine that loads their KV knows it.
+
+Blocks as long as the other side does not answer, so all that is asked of it runs in threads of its
+own.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from dcpjax.engine.kv_local import LocalKV, UnsettledError
+from dcpjax.engine.remote_kv import KVLoad, RemoteKV
+from dcpjax.errors import DcpjaxError, PeerError, TransferError
+from dcpjax.transfer.handshake import EngineInfo, hello, meet
+from dcpjax.transfer.messages import (
+    MAX_IDS,
+    Abort,
+    Heartbeat,
+    Landed,
+    PeerRefusedError,
+    Push,
+    pack_page_ids,
+)
+from dcpjax.transfer.side_channel import channel_address
+from dcpjax.transfer.side_channel_client import PeerGoneError, SideChannelClient
+
+_HELLO_SECONDS = 5.0
+_CALL_SECONDS = 10.0
+_LOAD_THREADS = 2
+_SILENCES = 10
+"""Timeouts of a transfer after which a source that was asked to write and is silent counts as dead:
+its pages would else be held for ever. One that stood still for so long and goes on would write into
+them."""
+_HELD = "the source holds the pages until they are read"
+_IDLE_SECONDS = 600.0
+"""A source that nobody has asked for so long is left; it may not even exist any more."""
+
+_log = logging.getLogger(__name__)
+
+
+class SourcePeer:
+    """One engine that computes prompts, as this one knows it."""
+
+    def __init__(self, local: LocalKV, remote: RemoteKV, closing: threading.Event) -> None:
+        self._local = local
+        self._engine_id = remote.engine_id
+        self._client = SideChannelClient(channel_address(remote.host, remote.port))
+        self._lock = threading.Lock()
+        self._info: EngineInfo | None = None
+        self._expected: dict[str, str] = {}  # our request id -> theirs
+        self._is_beating = False
+        self._closing = closing
+        self._hanging: set[threading.Thread] = set()
+        self._last_used = time.monotonic()
+        name = f"dcpjax-kv-{remote.engine_id[:8]}"
+        self.loaders = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix=name)
+        self._heart = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-heart")
+
+    def expect(self, request_id: str, remote: RemoteKV) -> None:
+        with self._lock:
+            self._expected[request_id] = remote.request_id
+
+    def forget(self, request_id: str) -> None:
+        with self._lock:
+            self._expected.pop(request_id, None)
+
+    def touch(self) -> None:
+        """Somebody is about to use it."""
+        self._last_used = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody wants anything of it, and has not for a while."""
+        with self._lock:
+            is_wanted = self._expected or self._hanging
+        return not is_wanted and time.monotonic() - self._last_used > _IDLE_SECONDS
+
+    def close(self) -> None:
+        """End what it is asked, and leave no thread behind."""
+        self._client.close()  # first: whoever waits for an answer waits no more
+        self.loaders.shutdown(cancel_futures=True)
+        self._heart.shutdown(cancel_futures=True)
+        with self._lock:
+            hanging = list(self._hanging)
+        for thread in hanging:
+            thread.join()
+
+    def disconnect(self) -> None:
+        """Have the backend forget it, if it knows it. Nothing moves any more."""
+        if self._info is None:
+            return
+        try:
+            self._local.disconnect(self._engine_id)
+        except TransferError as error:  # it is known under another address too, and in use there
+            _log.info("engine %s is not forgotten: %s", self._engine_id, error)
+
+    def hang(self, settle: Callable[[], None], then: Callable[[], None]) -> None:
+        """Ask for nothing more until ``settle`` has returned, and do something then."""
+
+        def run() -> None:
+            settle()
+            with self._lock:
+                self._hanging.discard(thread)
+            then()
+
+        thread = threading.Thread(target=run, name="dcpjax-kv-settle", daemon=True)
+        with self._lock:
+            self._hanging.add(thread)
+        thread.start()
+
+    def give_up_later(self, request_id: str) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: the lease ends by itself
+            self.loaders.submit(self.give_up, request_id)
+
+    def load(self, load: KVLoad) -> None:
+        """Bring the KV of a load into its pages.
+
+        Raises:
+            DcpjaxError: it is not there, and nothing writes into the pages any more.
+        """
+        request_id = load.remote.request_id
+        if load.first_token == load.stop_token:  # all of it is here already
+            self.give_up_later(request_id)
+            return
+        self._check_not_hanging()
+        try:
+            info = self._handshake()
+            self._local.connect(info)  # of no effect where it is known
+            self._bring(info, load)
+            released = self._client.landed(self._landed(request_id), timeout_s=_CALL_SECONDS)
+        except DcpjaxError:
+            self.give_up_later(request_id)
+            raise
+        if not released.ok:
+            raise TransferError(_HELD, request_id=request_id)
+
+    def _check_not_hanging(self) -> None:
+        with self._lock:
+            hanging = len(self._hanging)
+        if hanging:
+            raise TransferError(
+                "a source is asked for more when its transfers have ended",
+                engine_id=self._engine_id,
+                unsettled=hanging,
+            )
+
+    def _landed(self, request_id: str) -> Landed:
+        num_ranks = self._local.info.placement.num_ranks
+        return Landed(
+            engine_id=self._engine_id,
+            request_id=request_id,
+            target_ranks=tuple(range(num_ranks)),
+            num_target_ranks=num_ranks,
+        )
+
+    def give_up(self, request_id: str) -> bool:
+        """Tell the source that a request is not wanted. Returns whether it writes no more."""
+        call = Abort(engine_id=self._engine_id, request_id=request_id)
+        try:
+            self._client.abort(call, timeout_s=_CALL_SECONDS)
+        except PeerGoneError:  # another engine is there, so the one that could write is gone
+            return True
+        except PeerError:
+            return False
+        return True
+
+    def _settle(self, request_id: str) -> None:
+        """Until the source writes no more, or has been silent for so long that it must be dead."""
+        deadline = time.monotonic() + _SILENCES * self._local.timeout
+        while not self.give_up(request_id) and time.monotonic() < deadline:
+            if self._closing.wait(1.0):
+                return
+
+    def beat_once(self) -> None:
+        """Tell the source which requests are wanted, unless it has not answered the last time."""
+        with self._lock:
+            if self._is_beating or not self._expected:
+                return
+            self._is_beating = True
+        self._heart.submit(self._beat)
+
+    def _beat(self) -> None:
+        try:
+            with self._lock:
+                request_ids = list(dict.fromkeys(self._expected.values()))
+            for start in range(0, len(request_ids), MAX_IDS):
+                wanted = tuple(request_ids[start : start + MAX_IDS])
+                self._client.heartbeat(
+                    Heartbeat(engine_id=self._engine_id, request_ids=wanted),
+                    timeout_s=_CALL_SECONDS,
+                )
+        except PeerError as error:
+            _log.info("no heartbeat to engine %s: %s", self._engine_id, error)
+        finally:
+            self._is_beating = False
+
+    def _handshake(self) -> EngineInfo:
+        with self._lock:
+            if self._info is not None:
+                return self._info
+        greeting = hello(self._local.info, engine_id=self._engine_id)
+        answer = self._client.hello(greeting, timeout_s=_HELLO_SECONDS)
+        info = meet(self._local.info, answer, expected_engine_id=self._engine_id)
+        with self._lock:
+            self._info = info
+        return info
+
+    def _check_held(self, request_id: str) -> None:
+        """Nothing is read of pages that are somebody else's by now."""
+        call = Heartbeat(engine_id=self._engine_id, request_ids=(request_id,))
+        if request_id not in self._client.heartbeat(call, timeout_s=_CALL_SECONDS).request_ids:
+            raise TransferError(_HELD, request_id=request_id)
+
+    def _bring(self, info: EngineInfo, load: KVLoad) -> None:
+        span = range(load.first_token, load.stop_token)
+        if self._local.backend.pulls:
+            self._check_held(load.remote.request_id)
+            self._local.pull(info, load.remote.page_ids, load.page_ids, span)
+            return
+        call = Push(
+            engine_id=self._engine_id,
+            request_id=load.remote.request_id,
+            target_engine_id=self._local.info.engine_id,
+            first_token=span.start,
+            num_tokens=span.stop,
+            page_ids=pack_page_ids(load.page_ids),
+        )
+        try:
+            self._client.push(call, timeout_s=self._local.timeout)
+        except (PeerRefusedError, PeerGoneError):
+            raise
+        except PeerError as error:  # it may have begun to write
+            raise UnsettledError(
+                error.rule, lambda: self._settle(call.request_id), **error.values
+            ) from error
