@@ -231,6 +231,7 @@ class SourcePeer:
         try:
             self._client.push(call, timeout_s=self._local.timeout)
         except (PeerRefusedError, PeerGoneError):
+            self._info = None  # the next load greets it again, should it have forgotten us
             raise
         except PeerError as error:  # it may have begun to write
             raise UnsettledError(

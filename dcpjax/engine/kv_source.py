@@ -6,7 +6,9 @@ holds up nobody else. Pages themselves are the scheduler's; it hears of the end 
 ``on_end``.
 """
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 from dcpjax.config import KVTransferConfig
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.remote_kv import KVExport
-from dcpjax.errors import PeerError
+from dcpjax.errors import PeerError, TransferError
 from dcpjax.transfer.handshake import EngineInfo, meet, welcome
 from dcpjax.transfer.lease import Landing, LeaseTable
 from dcpjax.transfer.messages import (
@@ -39,12 +41,18 @@ _CLOSE_SECONDS = 10.0
 """What is being written has so long to arrive when this engine closes."""
 
 
-@dataclass(frozen=True)
+_FORGET_SECONDS = 3600.0
+"""A target that has asked for nothing for so long is left: it may have been restarted, with another
+engine id. One that is still there says Hello again, since it leaves idle sources much earlier."""
+
+
+@dataclass
 class _Target:
     """An engine that has said Hello, and the threads that write to it."""
 
     info: EngineInfo
     pushers: ThreadPoolExecutor
+    last_used: float
 
 
 class KVSource:
@@ -126,10 +134,7 @@ class KVSource:
         return self._greeter.submit(self._welcome_target, theirs)  # connecting takes its time
 
     def push(self, call: Push) -> Future[Pushed]:
-        with self._lock:
-            target = self._targets.get(call.target_engine_id)
-        if target is None:
-            raise PeerError("a target says Hello first", target=call.target_engine_id)
+        target = self._use_target(call.target_engine_id)
         if self._closing.is_set():
             raise PeerError("an engine that closes writes nothing", request_id=call.request_id)
         if not self._leases.pin(call.request_id):
@@ -140,6 +145,14 @@ class KVSource:
             self._pushes.setdefault(call.request_id, []).append(future)
         future.add_done_callback(lambda done: self._push_ended(call.request_id, done))
         return future
+
+    def _use_target(self, engine_id: str) -> _Target:
+        with self._lock:
+            target = self._targets.get(engine_id)
+            if target is None:
+                raise PeerError("a target says Hello first", target=engine_id)
+            target.last_used = time.monotonic()
+            return target
 
     def landed(self, call: Landed) -> Released:
         landing = self._leases.land(call.request_id, call.target_ranks, call.num_target_ranks)
@@ -165,7 +178,8 @@ class KVSource:
             if target.engine_id not in self._targets:
                 name = f"dcpjax-kv-push-{target.engine_id[:8]}"
                 pushers = ThreadPoolExecutor(_PUSH_THREADS, thread_name_prefix=name)
-                self._targets[target.engine_id] = _Target(target, pushers)
+                self._targets[target.engine_id] = _Target(target, pushers, 0.0)
+            self._targets[target.engine_id].last_used = time.monotonic()
         return welcome(self._local.info)
 
     def _push(self, call: Push, target: EngineInfo, export: KVExport) -> Pushed:
@@ -198,6 +212,17 @@ class KVSource:
             for request_id in self._leases.expire():
                 self._local.stats.add(num_expired=1)
                 self._end(request_id)
+            self._forget_targets()
+
+    def _forget_targets(self) -> None:
+        horizon = time.monotonic() - _FORGET_SECONDS
+        with self._lock:
+            idle = [id for id, target in self._targets.items() if target.last_used < horizon]
+            targets = [self._targets.pop(engine_id) for engine_id in idle]
+        for target in targets:
+            target.pushers.shutdown(wait=False)  # what hangs goes on, and ends its thread
+            with contextlib.suppress(TransferError):  # it hangs: known to the backend until close
+                self._local.disconnect(target.info.engine_id)
 
     def _end(self, request_id: str) -> None:
         with self._lock:

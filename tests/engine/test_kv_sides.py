@@ -4,17 +4,18 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dcpjax.config import KVTransferConfig
-from dcpjax.engine import kv_peer
+from dcpjax.engine import kv_peer, kv_source
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_source import KVSource
 from dcpjax.engine.kv_target import KVTarget, LoadEnd
 from dcpjax.engine.remote_kv import KVExport, KVLoad, RemoteKV
-from dcpjax.errors import TransferError
+from dcpjax.errors import PeerError, TransferError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferHandle, TransferState
 from dcpjax.transfer.handshake import EngineInfo, hello
@@ -96,9 +97,10 @@ class Side:
 
 
 @contextlib.contextmanager
-def source(side: Side) -> Iterator[tuple[KVSource, list[str]]]:
+def source(side: Side, **settings: Any) -> Iterator[tuple[KVSource, list[str]]]:
     ended: list[str] = []
-    source = KVSource(side.local, KVTransferConfig(kv_role="kv_producer"), ended.append)
+    config = KVTransferConfig(kv_role="kv_producer", **settings)
+    source = KVSource(side.local, config, ended.append)
     try:
         yield source, ended
     finally:
@@ -257,6 +259,22 @@ def test_a_target_that_hangs_holds_up_no_other():
         sides[0].backend.stopped.clear()
 
 
+def test_a_target_that_asks_no_more_is_forgotten(monkeypatch):
+    """Decode engines that restart do not add up to threads."""
+    monkeypatch.setattr(kv_source, "_FORGET_SECONDS", 0.2)
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=False) for name in ("source", "target")]
+    with source(sides[0], kv_lease_duration=1.0) as (exports, _):
+        for name in ("a", "b"):
+            greet(exports, sides[0], sides[1])
+            offer(exports, name)
+            exports.push(push(sides[1], sides[0], name)).result(PATIENCE)
+            until(lambda: not exports._targets)
+            until(lambda: not any("kv-push-target" in t.name for t in threading.enumerate()))
+        with pytest.raises(PeerError, match="Hello first"):
+            exports.push(push(sides[1], sides[0], "b"))
+
+
 def test_an_abort_waits_for_all_that_writes():
     """Also where two targets were sent to fetch one prompt."""
     fabric = InProcessFabric()
@@ -281,7 +299,7 @@ def test_an_abort_waits_for_all_that_writes():
 
 def test_a_source_closes_while_a_target_hangs(monkeypatch):
     """And says that the write has failed only when it is over."""
-    monkeypatch.setattr("dcpjax.engine.kv_source._CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(kv_source, "_CLOSE_SECONDS", 0.3)
     fabric = InProcessFabric()
     sides = [Side(fabric, name, pulls=False) for name in ("source", "slow")]
     sides[0].backend.stopped.add("slow")
