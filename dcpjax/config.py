@@ -165,7 +165,7 @@ class KVTransferConfig:
 
     Attributes:
         kv_role: kv_producer computes prompts for others, kv_consumer goes on with them.
-        engine_id: identity of this process; default: a new one for each start.
+        engine_id: how the identity of this process begins; the rest is new for each start.
         kv_load_failure_policy: what happens to a request whose KV cannot be loaded.
         kv_ip, kv_port: where the side channel listens; port 0 is any free one.
         advertised_ip: address that other engines use, default ``kv_ip``.

@@ -144,7 +144,7 @@ class Engine:
         if config.kv_connector == "NeuronNixlConnector":
             for error in broken_neuron_rules(self.config, self.model_config, transfers_kv=True):
                 raise error
-        engine_id = config.engine_id or new_engine_id()
+        engine_id = new_engine_id(config.engine_id)
         platform, regions = self._mesh.devices.flat[0].platform, self.runner.memory
         backend = make_backend(config, engine_id, platform)
         is_staging = config.is_consumer and backend.pulls and platform == "cpu"

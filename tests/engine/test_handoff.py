@@ -5,6 +5,7 @@ import time
 import pytest
 
 from dcpjax.engine import kv_local, kv_staging
+from dcpjax.engine.handoff import new_engine_id
 from dcpjax.engine.kv_target import KVTarget
 from dcpjax.engine.request import FinishReason
 from dcpjax.engine.scheduler import Scheduler
@@ -307,6 +308,12 @@ def test_other_weights_are_refused_before_a_byte_moves(tiny, bare, decode):
         assert "compatibility" in decode.errors[request.request_id]
         assert decode.engine.stats()["kv_transfer"]["num_bytes"] == before
         decode.drain()
+
+
+def test_a_restarted_engine_is_another_one_whatever_its_name():
+    first, second = new_engine_id("prefill 0"), new_engine_id("prefill 0")
+    assert first != second and first.startswith("prefill 0")
+    assert len({new_engine_id(None), new_engine_id(None)}) == 2
 
 
 def test_neuron_rules_hold_for_its_connector(tiny):
