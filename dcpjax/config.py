@@ -153,6 +153,9 @@ def _option(default: Any, help: str, *flags: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, "flags": flags, **extra})
 
 
+_ALL_ADDRESSES = ("0.0.0.0", "::")
+
+
 @dataclass(frozen=True)
 class KVTransferConfig:
     """How an engine hands KV to other engines or takes it from them.
@@ -162,7 +165,7 @@ class KVTransferConfig:
 
     Attributes:
         kv_role: kv_producer computes prompts for others, kv_consumer goes on with them.
-        engine_id: identity of this process; default: a new one for each start.
+        engine_id: how the identity of this process begins; the rest is new for each start.
         kv_load_failure_policy: what happens to a request whose KV cannot be loaded.
         kv_ip, kv_port: where the side channel listens; port 0 is any free one.
         advertised_ip: address that other engines use, default ``kv_ip``.
@@ -191,6 +194,13 @@ class KVTransferConfig:
         _POSITIVE.check(self, "kv_lease_duration", "kv_lease_extension", "heartbeat_interval")
         _POSITIVE.check(self, "transfer_timeout")
         _PORT.check(self, "kv_port")
+        if self.host in _ALL_ADDRESSES:
+            raise ConfigError(
+                "other engines need an address to find this one: set advertised_ip where kv_ip is "
+                "all of a host's",
+                kv_ip=self.kv_ip,
+                advertised_ip=self.advertised_ip,
+            )
         if self.heartbeat_interval >= self.kv_lease_extension:
             raise ConfigError(
                 "heartbeat_interval is below kv_lease_extension",

@@ -193,7 +193,7 @@ def _time_bare_steps(engine: Any, *, batch: int, context: int, steps: int) -> di
     start = time.perf_counter()
     for _ in range(steps):
         dispatched = engine.runner.dispatch(plan)
-    tokens = dispatched.tokens.wait()
+    tokens = dispatched.wait()
     elapsed = time.perf_counter() - start
     engine.scheduler.commit(plan, *tokens)
     for row in range(batch):

@@ -162,6 +162,8 @@ def test_a_kv_transfer_config_may_be_written_as_other_systems_write_it() -> None
         ({**PRODUCER, "kv_connector_extra_config": {"ucx": 1}}, "unknown KV transfer setting ucx"),
         ({**PRODUCER, "kv_port": 65536}, "kv_port is in"),
         ({**PRODUCER, "kv_port": "1"}, "kv_port is of type int"),
+        ({**PRODUCER, "kv_ip": "0.0.0.0"}, "set advertised_ip where kv_ip is all"),
+        ({**PRODUCER, "kv_ip": "0.0.0.0", "advertised_ip": "10.0.0.1"}, None),
         ({**PRODUCER, "kv_lease_duration": 0}, "kv_lease_duration is a finite number above 0"),
         ({**PRODUCER, "heartbeat_interval": 20}, "heartbeat_interval is below kv_lease_extension"),
         ({**PRODUCER, "engine_id": ""}, "engine_id is not empty"),

@@ -144,7 +144,7 @@ class Engine:
         if config.kv_connector == "NeuronNixlConnector":
             for error in broken_neuron_rules(self.config, self.model_config, transfers_kv=True):
                 raise error
-        engine_id = config.engine_id or new_engine_id()
+        engine_id = new_engine_id(config.engine_id)
         platform, regions = self._mesh.devices.flat[0].platform, self.runner.memory
         backend = make_backend(config, engine_id, platform)
         is_staging = config.is_consumer and backend.pulls and platform == "cpu"
@@ -211,7 +211,6 @@ class Engine:
         if self._handoff is not None:
             self._handoff.apply(self.scheduler)
         plan = self.scheduler.schedule()
-        self._serve_kv()
         following = None
         if plan is not None and not isinstance(plan, Drain):
             following = self.runner.dispatch(plan)
@@ -230,8 +229,11 @@ class Engine:
         """Wait for the step in flight, if any, and commit its tokens."""
         dispatched, self._in_flight = self._in_flight, None
         if dispatched is None:
-            return self.scheduler.take_ended()
-        outputs = self.scheduler.commit(dispatched.plan, *dispatched.tokens.wait())
+            outputs = self.scheduler.take_ended()
+        else:
+            outputs = self.scheduler.commit(dispatched.plan, *dispatched.wait())
+        # Only now: a load writes at once into its pages, which a step that was in flight when they
+        # were given to it may still have written for the request that had them before.
         offers = self._serve_kv()
         return [
             dataclasses.replace(output, kv_transfer_params=offers.get(output.request_id))
@@ -288,7 +290,7 @@ class Engine:
         """Wait for the step in flight and free the pool. Idempotent."""
         self._is_dead = True
         if self._in_flight is not None:
-            self._in_flight.tokens.wait()
+            self._in_flight.wait()
             self._in_flight = None
         if self._handoff is not None:
             self._handoff.close()  # nothing outside touches the pool afterwards

@@ -129,8 +129,14 @@ class Handoff:
         self._wake()
 
 
-def new_engine_id() -> str:
-    return uuid.uuid4().hex
+def new_engine_id(name: str | None) -> str:
+    """An identity of this process alone: what peers keep of an engine must not outlive it.
+
+    Args:
+        name: how its identity begins.
+    """
+    unique = uuid.uuid4().hex
+    return unique if name is None else f"{name}-{unique}"
 
 
 def describe_engine(

@@ -20,8 +20,11 @@ from dcpjax.transfer.bind import BoundTransfer, bind
 from dcpjax.transfer.handshake import EngineInfo
 from dcpjax.transfer.memory import SequenceMemory
 from dcpjax.transfer.plan import TransferPlan, plan_transfer
+from dcpjax.transfer.staging import is_staging_faster
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.01  # seconds between two looks at a transfer
+_STAGING_SECONDS = 5.0
+"""After so long without staging pages a transfer moves its many short pieces directly."""
 
 
 class UnsettledError(TransferError):
@@ -33,6 +36,16 @@ class UnsettledError(TransferError):
     def __init__(self, rule: str, settle: Callable[[], None], **values: object) -> None:
         super().__init__(rule, **values)
         self.settle = settle
+
+    def when_settled(self, then: Callable[[], None]) -> None:
+        """Have ``settle`` do something more at its end."""
+        settle = self.settle
+
+        def both() -> None:
+            settle()
+            then()
+
+        self.settle = both
 
 
 @dataclass
@@ -96,42 +109,47 @@ class LocalKV:
             TransferError: it was refused or has failed; nothing moves any more.
         """
         source, target = _sequence(peer, peer_pages), _sequence(self.info, pages)
+        plan = plan_transfer(
+            source.placement, target.placement, num_tokens=span.stop, first_token=span.start
+        )
+        wants_staging = self._staging is not None and is_staging_faster(
+            plan, token_bytes=self.info.token_bytes
+        )
+        # A source that hangs keeps the staging pages; others need not wait for it.
+        if wants_staging and self._staging_lock.acquire(timeout=_STAGING_SECONDS):
+            self._pull_staged(peer, source, target, span)
+        else:
+            self._read(peer, plan, bind(plan, source, target))
+
+    def _pull_staged(
+        self, peer: EngineInfo, source: SequenceMemory, target: SequenceMemory, span: range
+    ) -> None:
+        """Through the staging pages, whose lock is held, and released when nothing lands there."""
+        assert self._staging is not None, "nothing is staged without a place"
+        staging = self._staging.cut(self.info, peer.page_size)
         plans = transfers(
             source.placement,
             target.placement,
             span,
             token_bytes=self.info.token_bytes,
-            num_pages=self._num_staging_pages(peer),
+            num_pages=len(staging.page_ids),
         )
-        for plan, is_staged in plans:
-            if not (is_staged and self._is_read_staged(peer, plan, source, target)):
-                self._read(peer, plan, bind(plan, source, target))
-
-    def _num_staging_pages(self, peer: EngineInfo) -> int:
-        staging = self._staging
-        return 0 if staging is None else len(staging.cut(self.info, peer.page_size).page_ids)
-
-    def _is_read_staged(
-        self, peer: EngineInfo, plan: TransferPlan, source: SequenceMemory, target: SequenceMemory
-    ) -> bool:
-        """Read through the staging area; False: there is none any more.
-
-        One at a time. A source that stalls in here holds the others up once, until its timeout.
-        """
-        with self._staging_lock:
-            if self._staging is None:
-                return False
-            staging = self._staging.cut(self.info, peer.page_size)
-            bound = bind(plan, source, target, staging=staging)
-            self._read(peer, plan, bound)
-            put_in_order(bound, self.info, peer.page_size)
-            return True
+        try:
+            for plan, is_staged in plans:
+                bound = bind(plan, source, target, staging=staging if is_staged else None)
+                self._read(peer, plan, bound)
+                put_in_order(bound, self.info, peer.page_size)
+        except UnsettledError as error:
+            error.when_settled(self._staging_lock.release)
+            raise
+        except BaseException:
+            self._staging_lock.release()
+            raise
+        self._staging_lock.release()
 
     def _read(self, peer: EngineInfo, plan: TransferPlan, bound: BoundTransfer) -> None:
         with self._moving(peer, plan, bound) as handle:
             if not self._is_settled(handle, time.monotonic() + self.timeout):
-                if bound.landings:
-                    self._staging = None  # something may still land there
                 raise UnsettledError(
                     "a transfer ends in time",
                     lambda: self._settle(handle),
@@ -152,7 +170,8 @@ class LocalKV:
             source.placement, target.placement, num_tokens=span.stop, first_token=span.start
         )
         with self._moving(peer, plan, bind(plan, source, target)) as handle:
-            self._is_settled(handle, math.inf)
+            while not self._is_settled(handle, math.inf):  # this side closes, which will end it
+                time.sleep(_LONGEST_PAUSE)
 
     @contextmanager
     def _moving(

@@ -1,6 +1,7 @@
-"""One engine that computes prompts, as a consumer of its KV knows it.
+"""One engine that computes prompts, as an engine that loads their KV knows it.
 
-Has threads of its own, so that an engine that hangs costs its own requests only.
+Blocks as long as the other side does not answer, so all that is asked of it runs in threads of its
+own.
 """
 
 import contextlib
@@ -30,19 +31,18 @@ _HELLO_SECONDS = 5.0
 _CALL_SECONDS = 10.0
 _LOAD_THREADS = 2
 _SILENCES = 10
-"""Timeouts of a transfer after which a source that was asked to write and is silent counts as dead.
-Its own writes end within one."""
+"""Timeouts of a transfer after which a source that was asked to write and is silent counts as dead:
+its pages would else be held for ever. One that stood still for so long and goes on would write into
+them."""
+_HELD = "the source holds the pages until they are read"
+_IDLE_SECONDS = 600.0
+"""A source that nobody has asked for so long is left; it may not even exist any more."""
 
 _log = logging.getLogger(__name__)
 
 
-class RemoteSource:
-    """Messages to one engine, and loads from it.
-
-    Args:
-        remote: of any request whose KV is there.
-        closing: set when nobody waits for anything any more.
-    """
+class SourcePeer:
+    """One engine that computes prompts, as this one knows it."""
 
     def __init__(self, local: LocalKV, remote: RemoteKV, closing: threading.Event) -> None:
         self._local = local
@@ -51,13 +51,12 @@ class RemoteSource:
         self._lock = threading.Lock()
         self._info: EngineInfo | None = None
         self._expected: dict[str, str] = {}  # our request id -> theirs
-        self._num_jobs = 0
-        self._last_use = time.monotonic()
         self._is_beating = False
-        self._is_closed = False
         self._closing = closing
+        self._hanging: set[threading.Thread] = set()
+        self._last_used = time.monotonic()
         name = f"dcpjax-kv-{remote.engine_id[:8]}"
-        self._loaders = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix=name)
+        self.loaders = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix=name)
         self._heart = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-heart")
 
     def expect(self, request_id: str, remote: RemoteKV) -> None:
@@ -68,40 +67,53 @@ class RemoteSource:
         with self._lock:
             self._expected.pop(request_id, None)
 
-    def submit(self, job: Callable[..., object], *args: object) -> None:
-        """Do this in the background, unless the source is being closed."""
-        with self._lock:
-            if not self._is_closed:
-                self._num_jobs += 1
-                self._loaders.submit(self._do, job, *args)
+    def touch(self) -> None:
+        """Somebody is about to use it."""
+        self._last_used = time.monotonic()
 
-    def _do(self, job: Callable[..., object], *args: object) -> None:
-        try:
-            job(*args)
-        finally:
-            with self._lock:
-                self._num_jobs -= 1
-                self._last_use = time.monotonic()
-
-    def is_unused(self, since: float) -> bool:
-        """Whether nobody has wanted anything of it since then, in monotonic seconds."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody wants anything of it, and has not for a while."""
         with self._lock:
-            is_wanted = self._num_jobs or self._expected or self._is_beating
-            return not is_wanted and self._last_use < since
+            is_wanted = self._expected or self._hanging
+        return not is_wanted and time.monotonic() - self._last_used > _IDLE_SECONDS
 
     def close(self) -> None:
-        """Wait for what is under way. What is still moving then ends with the backend."""
-        with self._lock:
-            self._is_closed = True
-        self._loaders.shutdown(cancel_futures=True)
-        self._client.close()
+        """End what it is asked, and leave no thread behind."""
+        self._client.close()  # first: whoever waits for an answer waits no more
+        self.loaders.shutdown(cancel_futures=True)
         self._heart.shutdown(cancel_futures=True)
+        with self._lock:
+            hanging = list(self._hanging)
+        for thread in hanging:
+            thread.join()
 
     def disconnect(self) -> None:
-        """Let the backend forget the engine, if it has met it."""
-        if self._info is not None:
-            with contextlib.suppress(TransferError):  # in use under another name of its host
-                self._local.disconnect(self._engine_id)
+        """Have the backend forget it, if it knows it. Nothing moves any more."""
+        if self._info is None:
+            return
+        try:
+            self._local.disconnect(self._engine_id)
+        except TransferError as error:  # it is known under another address too, and in use there
+            _log.info("engine %s is not forgotten: %s", self._engine_id, error)
+
+    def hang(self, settle: Callable[[], None], then: Callable[[], None]) -> None:
+        """Ask for nothing more until ``settle`` has returned, and do something then."""
+
+        def run() -> None:
+            settle()
+            with self._lock:
+                self._hanging.discard(thread)
+            then()
+
+        thread = threading.Thread(target=run, name="dcpjax-kv-settle", daemon=True)
+        with self._lock:
+            self._hanging.add(thread)
+        thread.start()
+
+    def give_up_later(self, request_id: str) -> None:
+        with contextlib.suppress(RuntimeError):  # closed: the lease ends by itself
+            self.loaders.submit(self.give_up, request_id)
 
     def load(self, load: KVLoad) -> None:
         """Bring the KV of a load into its pages.
@@ -110,16 +122,29 @@ class RemoteSource:
             DcpjaxError: it is not there, and nothing writes into the pages any more.
         """
         request_id = load.remote.request_id
+        if load.first_token == load.stop_token:  # all of it is here already
+            self.give_up_later(request_id)
+            return
+        self._check_not_hanging()
         try:
             info = self._handshake()
+            self._local.connect(info)  # of no effect where it is known
             self._bring(info, load)
             released = self._client.landed(self._landed(request_id), timeout_s=_CALL_SECONDS)
         except DcpjaxError:
-            self.submit(self.give_up, request_id)
+            self.give_up_later(request_id)
             raise
         if not released.ok:
+            raise TransferError(_HELD, request_id=request_id)
+
+    def _check_not_hanging(self) -> None:
+        with self._lock:
+            hanging = len(self._hanging)
+        if hanging:
             raise TransferError(
-                "the source holds the pages until they are read", request_id=request_id
+                "a source is asked for more when its transfers have ended",
+                engine_id=self._engine_id,
+                unsettled=hanging,
             )
 
     def _landed(self, request_id: str) -> Landed:
@@ -173,20 +198,26 @@ class RemoteSource:
             self._is_beating = False
 
     def _handshake(self) -> EngineInfo:
-        info = self._info
-        if info is None:
-            greeting = hello(self._local.info, engine_id=self._engine_id)
-            answer = self._client.hello(greeting, timeout_s=_HELLO_SECONDS)
-            info = meet(self._local.info, answer, expected_engine_id=self._engine_id)
-        self._local.connect(info)
-        self._info = info
+        with self._lock:
+            if self._info is not None:
+                return self._info
+        greeting = hello(self._local.info, engine_id=self._engine_id)
+        answer = self._client.hello(greeting, timeout_s=_HELLO_SECONDS)
+        info = meet(self._local.info, answer, expected_engine_id=self._engine_id)
+        with self._lock:
+            self._info = info
         return info
+
+    def _check_held(self, request_id: str) -> None:
+        """Nothing is read of pages that are somebody else's by now."""
+        call = Heartbeat(engine_id=self._engine_id, request_ids=(request_id,))
+        if request_id not in self._client.heartbeat(call, timeout_s=_CALL_SECONDS).request_ids:
+            raise TransferError(_HELD, request_id=request_id)
 
     def _bring(self, info: EngineInfo, load: KVLoad) -> None:
         span = range(load.first_token, load.stop_token)
-        if not span:
-            return
         if self._local.backend.pulls:
+            self._check_held(load.remote.request_id)
             self._local.pull(info, load.remote.page_ids, load.page_ids, span)
             return
         call = Push(
@@ -200,6 +231,7 @@ class RemoteSource:
         try:
             self._client.push(call, timeout_s=self._local.timeout)
         except (PeerRefusedError, PeerGoneError):
+            self._info = None  # the next load greets it again, should it have forgotten us
             raise
         except PeerError as error:  # it may have begun to write
             raise UnsettledError(

@@ -1,31 +1,25 @@
 """The consumer's side: brings the KV of prompts that other engines computed.
 
-Every source has threads of its own here, so that one that hangs costs its own requests only. A load
-ends exactly once, in ``on_end``, and only when nothing can write into its pages any more.
+Every source has threads of its own here, so that one that hangs costs its own requests only: while
+its transfers are not settled, it is asked for nothing more. ``on_end`` hears of the end of every
+load, and of its pages when nothing can write into them any more.
 """
 
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcpjax.config import KVTransferConfig
 from dcpjax.engine.kv_local import LocalKV, UnsettledError
-from dcpjax.engine.kv_peer import RemoteSource
+from dcpjax.engine.kv_peer import SourcePeer
 from dcpjax.engine.remote_kv import KVLoad, RemoteKV
 from dcpjax.errors import DcpjaxError
 
-_UNUSED_SECONDS = 60.0
-"""After which a source is forgotten. It may have been restarted since, under another identity, or
-never have been there; and if it is asked again, that costs a handshake."""
-
 _log = logging.getLogger(__name__)
 
-_Place = tuple[str, str, int]
-"""Engine id, host and port. All of them: a request that is wrong about an engine's address does not
-change it for the others."""
+_Place = tuple[str, str, int]  # engine id, host and port: what a request says is no more than that
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class KVTarget:
         self._local = local
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._sources: dict[_Place, RemoteSource] = {}
+        self._sources: dict[_Place, SourcePeer] = {}
         self._closing = threading.Event()
         self._interval = config.heartbeat_interval
         self._heart = threading.Thread(target=self._beat, name="dcpjax-kv-heartbeat", daemon=True)
@@ -67,24 +61,21 @@ class KVTarget:
 
     def expect(self, request_id: str, remote: RemoteKV) -> None:
         """A request has arrived: from now on its source is told that it is still wanted."""
-        with self._lock:  # held until a source is in use, so that it is not forgotten meanwhile
-            self._source(remote).expect(request_id, remote)
+        self._source(remote).expect(request_id, remote)
 
     def start(self, load: KVLoad) -> None:
         """Bring the KV of a load, in the background."""
-        with self._lock:
-            source = self._source(load.remote)
-            source.submit(self._run, source, load)
+        source = self._source(load.remote)
+        source.loaders.submit(self._run, source, load)
 
     def cancel(self, request_id: str, remote: RemoteKV) -> None:
         """A request that was expected and not started does not want its KV any more."""
-        with self._lock:
-            source = self._source(remote)
-            source.forget(request_id)
-            source.submit(source.give_up, remote.request_id)
+        source = self._source(remote)
+        source.forget(request_id)
+        source.give_up_later(remote.request_id)
 
     def close(self) -> None:
-        """Wait for what still moves and leave all sources. Idempotent."""
+        """Leave all sources. What still moves goes on until the backend is closed. Idempotent."""
         self._closing.set()
         self._local.stop_waiting()
         self._heart.join()
@@ -94,15 +85,17 @@ class KVTarget:
         for source in sources:
             source.close()
 
-    def _source(self, remote: RemoteKV) -> RemoteSource:
+    def _source(self, remote: RemoteKV) -> SourcePeer:
         place = (remote.engine_id, remote.host, remote.port)
-        if place not in self._sources:
-            self._sources[place] = RemoteSource(self._local, remote, self._closing)
-        return self._sources[place]
+        with self._lock:
+            if place not in self._sources:
+                self._sources[place] = SourcePeer(self._local, remote, self._closing)
+            self._sources[place].touch()
+            return self._sources[place]
 
     # In threads of its own.
 
-    def _run(self, source: RemoteSource, load: KVLoad) -> None:
+    def _run(self, source: SourcePeer, load: KVLoad) -> None:
         end = LoadEnd(load)
         settle: Callable[[], None] | None = None
         try:
@@ -120,20 +113,21 @@ class KVTarget:
             _log.warning("KV of request %s was not loaded: %s", load.request_id, end.reason)
         self._on_end(end)
         if settle is not None:
-            settle()
-            self._on_end(dataclasses.replace(end, is_settled=True))
+            settled = dataclasses.replace(end, is_settled=True)
+            source.hang(settle, lambda: self._on_end(settled))
 
     def _beat(self) -> None:
         while not self._closing.wait(self._interval):
             with self._lock:
-                self._forget_unused(time.monotonic() - _UNUSED_SECONDS)
                 sources = list(self._sources.values())
             for source in sources:
                 source.beat_once()
+            self._leave_idle()
 
-    def _forget_unused(self, since: float) -> None:
-        unused = [place for place, source in self._sources.items() if source.is_unused(since)]
-        for place in unused:
-            source = self._sources.pop(place)
+    def _leave_idle(self) -> None:
+        with self._lock:
+            idle = [place for place, source in self._sources.items() if source.is_idle]
+            sources = [self._sources.pop(place) for place in idle]
+        for source in sources:
             source.close()
             source.disconnect()

@@ -22,6 +22,7 @@ from dcpjax.config import Progress
 from dcpjax.engine.audit import StepAudit, audit_step
 from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import Segment, StepPlan, StepShapes
+from dcpjax.engine.request import TokenLogprobs
 from dcpjax.engine.sampler import SampledTokens, Sampler, SamplingForm
 from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, gather_logits, make_step
 from dcpjax.errors import AuditError
@@ -32,10 +33,22 @@ from dcpjax.transfer.memory import RankMemory
 
 @dataclass(frozen=True)
 class Dispatched:
-    """A step on its way: its plan, and its tokens once somebody waits for them."""
+    """A step on its way: its plan, and its tokens once somebody waits for them.
+
+    ``ends`` is an output of the step itself, on every device.
+    """
 
     plan: StepPlan
     tokens: SampledTokens
+    ends: Array
+
+    def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
+        """As :meth:`SampledTokens.wait`, when the step writes into no page any more.
+
+        A device may be the last to write: the tokens, read from one of them, do not tell.
+        """
+        jax.block_until_ready(self.ends)
+        return self.tokens.wait()
 
 
 class Runner:
@@ -180,7 +193,7 @@ class Runner:
             tokens = self._sampler.sample(self._whole_logits(result.logits), sampling)
             self._previous = jax.device_put(tokens.ids, self._replicated)
         self._previous_rows = {request.request_id: row for row, request in sampling.items()}
-        return Dispatched(plan, tokens)
+        return Dispatched(plan, tokens, result.tokens)
 
     def _dispatch_forward(self, shape: StepShape, packed: np.ndarray) -> StepResult:
         arguments = (self._model.parameters, self._pool, packed, self._previous, self._rank_ids)

@@ -11,6 +11,7 @@ that nothing moves any more. Who gives up earlier must keep the pages until then
 
 import ctypes
 import enum
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ class InProcessFabric:
 
     def __init__(self) -> None:
         self.members: dict[str, OwnMemory] = {}
+        self.lock = threading.Lock()  # held while bytes move: no member leaves meanwhile
 
 
 class InProcessBackend:
@@ -179,6 +181,10 @@ class InProcessBackend:
         self._peers.remove(peer)
 
     def submit(self, bound: BoundTransfer, peer: str) -> FinalTransfer:
+        with self._fabric.lock:
+            return self._copy(bound, peer)
+
+    def _copy(self, bound: BoundTransfer, peer: str) -> FinalTransfer:
         own, other = self._memory, self._fabric.members.get(self._peers.connection(peer))
         source, target = used_ranks(bound)
         own.check_holds(target if self.pulls else source)
@@ -189,9 +195,10 @@ class InProcessBackend:
         return FinalTransfer(TransferState.DONE)
 
     def close(self) -> None:
-        if self._fabric.members.get(self._engine_id) is self._memory:
-            del self._fabric.members[self._engine_id]
-        self._memory.close()
+        with self._fabric.lock:
+            if self._fabric.members.get(self._engine_id) is self._memory:
+                del self._fabric.members[self._engine_id]
+            self._memory.close()
 
 
 def copy(bound: BoundTransfer) -> None:

@@ -1,14 +1,15 @@
 """A prompt computed by one engine goes on in another, token for token as in one alone."""
 
-import threading
 import time
 
 import pytest
 
-from dcpjax.engine import kv_local, kv_staging, kv_target
+from dcpjax.engine import kv_local, kv_staging
+from dcpjax.engine.handoff import new_engine_id
+from dcpjax.engine.kv_target import KVTarget
 from dcpjax.engine.request import FinishReason
+from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import MeshError, RequestError
-from dcpjax.transfer.backend import InProcessBackend, TransferState
 from tests.engine.pair import (
     BRIEF,
     MODULES,
@@ -177,6 +178,41 @@ def test_an_abort_at_any_moment_frees_both_sides(prefill, decode, expected):
     assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
 
 
+def test_a_load_begins_when_no_earlier_step_writes_any_more(prefill, decode, monkeypatch):
+    """A step in flight still writes for an aborted request, into pages that a load gets."""
+    under_way: list = []
+    beside: list[set[str]] = []
+    dispatch, commit, start = decode.engine.runner.dispatch, Scheduler.commit, KVTarget.start
+
+    def dispatching(plan):
+        under_way.append(plan)
+        return dispatch(plan)
+
+    def committing(self, plan, *results):
+        under_way[:] = [other for other in under_way if other is not plan]
+        return commit(self, plan, *results)
+
+    def starting(self, load):
+        beside.append({s.request.request_id for plan in under_way for s in plan.segments})
+        start(self, load)
+
+    monkeypatch.setattr(decode.engine.runner, "dispatch", dispatching)
+    monkeypatch.setattr(Scheduler, "commit", committing)
+    monkeypatch.setattr(KVTarget, "start", starting)
+    offer = ask_prefill(prefill, PROMPTS[50])
+    decode.engine.add(request_of("ends", PROMPTS[97], max_tokens=50))
+    for _ in range(6):
+        decode.step()
+    assert under_way, "it is not in flight"
+    decode.engine.abort("ends")
+    request = decode_request(PROMPTS[50], offer, max_tokens=2)
+    decode.engine.add(request)
+    decode.run(request.request_id)
+    assert beside == [set()]
+    prefill.drain()
+    decode.drain()
+
+
 def test_an_offer_that_nobody_takes_expires(brief):
     expired = brief.engine.stats()["kv_transfer"]["num_expired"]
     ask_prefill(brief, PROMPTS[9])
@@ -231,110 +267,6 @@ def test_what_cannot_be_loaded_may_be_recomputed(tiny, brief, expected):
         decode.drain()
 
 
-def test_a_wrong_address_of_an_engine_harms_nobody_else(tiny, prefill, expected):
-    """Not even when it is the first that a target hears of that engine."""
-    with node(tiny, **transfer("kv_consumer")) as decode:
-        wrong = {**ask_prefill(prefill, PROMPTS[50]), "remote_port": 9}
-        request = decode_request(PROMPTS[50], wrong, max_tokens=12)
-        decode.engine.add(request)
-        decode.run(request.request_id)
-        assert decode.served[request.request_id].finish_reason is FinishReason.ERROR
-        assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
-        decode.drain()
-
-
-class StalledTransfer:
-    """Moves, as far as anybody can tell, until the test says otherwise."""
-
-    def __init__(self) -> None:
-        self.state = TransferState.MOVING
-        self.is_under_way = threading.Event()
-
-    def poll(self) -> TransferState:
-        self.is_under_way.set()
-        return self.state
-
-    def release(self) -> None:
-        assert self.state is not TransferState.MOVING
-
-
-@pytest.fixture
-def stalled(monkeypatch) -> tuple[StalledTransfer, set[str]]:
-    """A transfer, and the ids of the engines from which every transfer is this one."""
-    stalled, engine_ids = StalledTransfer(), set[str]()
-    submit = InProcessBackend.submit
-
-    def submit_or_stall(self, bound, peer):
-        return stalled if peer in engine_ids else submit(self, bound, peer)
-
-    monkeypatch.setattr(InProcessBackend, "submit", submit_or_stall)
-    return stalled, engine_ids
-
-
-def test_a_stalled_source_costs_its_own_requests_only(tiny, prefill, expected, stalled):
-    transfers, engine_ids = stalled
-    with (
-        node(tiny, **transfer("kv_producer")) as other,
-        node(tiny, **SHAPES["dcp 3"], **transfer("kv_consumer")) as decode,
-    ):
-        offer = ask_prefill(other, PROMPTS[50])
-        engine_ids.add(offer["remote_engine_id"])
-        request = decode_request(PROMPTS[50], offer, max_tokens=12)
-        decode.engine.add(request)
-        decode.step()
-        assert transfers.is_under_way.wait(PATIENCE)
-        assert hand_over(prefill, decode, PROMPTS[97], max_tokens=12).tokens == expected[97]
-        assert decode.served[request.request_id].finish_reason is None
-        transfers.state = TransferState.FAILED
-        decode.run(request.request_id)
-        assert decode.served[request.request_id].finish_reason is FinishReason.ERROR
-        decode.drain()
-
-
-def test_pages_of_a_stalled_transfer_are_held_until_it_is_over(tiny, expected, stalled):
-    """Though its request went on long ago."""
-    transfers, engine_ids = stalled
-    settings = transfer("kv_consumer", transfer_timeout=0.2, kv_load_failure_policy="recompute")
-    with node(tiny, **transfer("kv_producer")) as prefill, node(tiny, **settings) as decode:
-        engine_ids.add(ask_prefill(prefill, PROMPTS[1])["remote_engine_id"])
-        assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
-        decode.step()
-        assert decode.engine.stats()["kv_cache_usage"] > 0 == decode.engine.scheduler.has_work
-        transfers.state = TransferState.DONE
-        deadline = time.monotonic() + PATIENCE
-        while decode.engine.stats()["kv_cache_usage"]:
-            assert time.monotonic() < deadline, "pages are held for ever"
-            decode.step()
-
-
-@pytest.mark.parametrize("connector", MODULES)
-def test_an_engine_that_is_not_used_is_forgotten_and_met_anew(
-    connector, tiny, expected, monkeypatch
-):
-    skip_without(connector)
-    monkeypatch.setattr(kv_target, "_UNUSED_SECONDS", 0.5)
-    with (
-        node(tiny, **transfer("kv_producer", connector)) as prefill,
-        node(tiny, **transfer("kv_consumer", connector)) as decode,
-    ):
-        for _ in range(2):
-            decode.engine.reset_prefix_cache()
-            assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
-            engine_id = ask_prefill(prefill, PROMPTS[1])["remote_engine_id"]
-            assert threads_for(engine_id)
-            deadline = time.monotonic() + PATIENCE
-            while threads_for(engine_id):
-                assert time.monotonic() < deadline, "a source is never forgotten"
-                time.sleep(0.05)
-        assert not decode.engine.stats()["kv_transfer"]["num_failed"]
-
-
-def threads_for(engine_id: str) -> list[str]:
-    """Of a target, for one source."""
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith(f"dcpjax-kv-{engine_id[:8]}")]
-
-
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -376,6 +308,12 @@ def test_other_weights_are_refused_before_a_byte_moves(tiny, bare, decode):
         assert "compatibility" in decode.errors[request.request_id]
         assert decode.engine.stats()["kv_transfer"]["num_bytes"] == before
         decode.drain()
+
+
+def test_a_restarted_engine_is_another_one_whatever_its_name():
+    first, second = new_engine_id("prefill 0"), new_engine_id("prefill 0")
+    assert first != second and first.startswith("prefill 0")
+    assert len({new_engine_id(None), new_engine_id(None)}) == 2
 
 
 def test_neuron_rules_hold_for_its_connector(tiny):

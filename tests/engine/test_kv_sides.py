@@ -1,0 +1,318 @@
+"""Sources and targets without engines: what one that hangs costs, and what ends when."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dcpjax.config import KVTransferConfig
+from dcpjax.engine import kv_peer, kv_source
+from dcpjax.engine.kv_local import LocalKV
+from dcpjax.engine.kv_source import KVSource
+from dcpjax.engine.kv_target import KVTarget, LoadEnd
+from dcpjax.engine.remote_kv import KVExport, KVLoad, RemoteKV
+from dcpjax.errors import PeerError, TransferError
+from dcpjax.layout import KVPlacement
+from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferHandle, TransferState
+from dcpjax.transfer.handshake import EngineInfo, hello
+from dcpjax.transfer.memory import RankMemory
+from dcpjax.transfer.messages import Abort, Aborted, Landed, Push, pack_page_ids
+
+PAGES, LAYERS, HEADS, PAGE, TOKEN = 8, 2, 2, 4, 16
+PATIENCE = 20.0
+
+
+class Hanging:
+    """A transfer that moves until it is let go."""
+
+    def __init__(self) -> None:
+        self.state = TransferState.MOVING
+
+    def poll(self) -> TransferState:
+        return self.state
+
+    def release(self) -> None:
+        assert self.state is not TransferState.MOVING
+
+
+class Backend(InProcessBackend):
+    """Transfers with the peers in ``stopped`` hang."""
+
+    def __init__(self, fabric: InProcessFabric, engine_id: str, *, pulls: bool) -> None:
+        super().__init__(fabric, engine_id, pulls=pulls)
+        self.stopped: set[str] = set()
+        self.hanging: list[Hanging] = []
+
+    def submit(self, bound, peer: str) -> TransferHandle:
+        if peer not in self.stopped:
+            return super().submit(bound, peer)
+        self.hanging.append(Hanging())
+        return self.hanging[-1]
+
+    def disconnect(self, peer: str) -> None:
+        if any(handle.state is TransferState.MOVING for handle in self.hanging):
+            raise TransferError("a peer is forgotten when nothing moves any more", peer=peer)
+        super().disconnect(peer)
+
+    def close(self) -> None:
+        super().close()
+        for handle in self.hanging:
+            handle.state = TransferState.FAILED
+
+
+class Side:
+    """The memory of one engine."""
+
+    def __init__(self, fabric: InProcessFabric, name: str, *, pulls: bool, timeout=0.2) -> None:
+        self.memory = np.zeros((PAGES, LAYERS, HEADS, PAGE, TOKEN), np.uint8)
+        regions = (
+            RankMemory.dense(
+                self.memory.ctypes.data,
+                num_pages=PAGES,
+                num_layers=LAYERS,
+                num_heads=HEADS,
+                page_size=PAGE,
+                token_bytes=TOKEN,
+            ),
+        )
+        self.backend = Backend(fabric, name, pulls=pulls)
+        self.backend.register(regions)
+        info = EngineInfo(
+            engine_id=name,
+            compatibility="0" * 64,
+            placement=KVPlacement.tensor_parallel(1, layers=LAYERS, kv_heads=HEADS, page_size=PAGE),
+            regions=regions,
+            token_bytes=TOKEN,
+            tp_size=1,
+            dcp_size=1,
+            interleave=PAGE,
+            backend=self.backend.name,
+            agent_metadata=self.backend.agent,
+        )
+        self.local = LocalKV(info, self.backend, timeout=timeout)
+
+
+@contextlib.contextmanager
+def source(side: Side, **settings: Any) -> Iterator[tuple[KVSource, list[str]]]:
+    ended: list[str] = []
+    config = KVTransferConfig(kv_role="kv_producer", **settings)
+    source = KVSource(side.local, config, ended.append)
+    try:
+        yield source, ended
+    finally:
+        source.close()
+
+
+@contextlib.contextmanager
+def target(side: Side) -> Iterator[tuple[KVTarget, list[LoadEnd]]]:
+    ends: list[LoadEnd] = []
+    config = KVTransferConfig(kv_role="kv_consumer", heartbeat_interval=0.1)
+    target = KVTarget(side.local, config, ends.append)
+    try:
+        yield target, ends
+    finally:
+        target.close()
+        side.local.close()
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def offer(source: KVSource, name: str) -> RemoteKV:
+    params = source.export(KVExport(name, (3, 1), 2 * PAGE, "digest"))
+    return RemoteKV(
+        params["remote_engine_id"],
+        name,
+        params["remote_host"],
+        params["remote_port"],
+        (3, 1),
+        2 * PAGE,
+    )
+
+
+def load(remote: RemoteKV, name: str, pages=(0, 2)) -> KVLoad:
+    return KVLoad(name, remote, pages, 0, 2 * PAGE - 1)
+
+
+def push(target: Side, source: Side, name: str) -> Push:
+    return Push(
+        engine_id=source.local.info.engine_id,
+        request_id=name,
+        target_engine_id=target.local.info.engine_id,
+        first_token=0,
+        num_tokens=2 * PAGE,
+        page_ids=pack_page_ids((0, 2)),
+    )
+
+
+def greet(source_part: KVSource, source: Side, target: Side) -> None:
+    greeting = hello(target.local.info, engine_id=source.local.info.engine_id)
+    source_part.hello(greeting).result(PATIENCE)
+
+
+def test_a_source_that_hangs_costs_its_own_loads_only():
+    """All of them end soon, its pages are settled when its transfers are, and others go on."""
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=True) for name in ("slow", "good", "target")]
+    sides[2].backend.stopped.add("slow")
+    with source(sides[0]) as (slow, _), source(sides[1]) as (good, _):
+        with target(sides[2]) as (loads, ends):
+            for number in range(8):
+                loads.start(load(offer(slow, f"slow {number}"), f"slow {number}"))
+            loads.start(load(offer(good, "good"), "good", (4, 5)))
+            until(lambda: len({end.load.request_id for end in ends}) == 9)
+            failed = {end.load.request_id for end in ends if end.reason is not None}
+            assert failed == {f"slow {number}" for number in range(8)}
+            unsettled = {end.load.request_id for end in ends if not end.is_settled}
+            assert 1 <= len(unsettled) <= 2 == len(sides[2].backend.hanging)
+            for handle in sides[2].backend.hanging:
+                handle.state = TransferState.FAILED
+            until(lambda: sum(end.is_settled for end in ends) == 9)
+            sides[2].backend.stopped.clear()
+            until(lambda: not any("settle" in t.name for t in threading.enumerate()))
+            loads.start(load(offer(slow, "later"), "later"))
+            until(lambda: ends[-1].load.request_id == "later")
+            assert ends[-1].reason is None
+
+
+def test_a_target_closes_while_a_transfer_hangs():
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=True, timeout=60.0) for name in ("source", "target")]
+    sides[1].backend.stopped.add("source")
+    with source(sides[0]) as (exports, _):
+        with target(sides[1]) as (loads, _):
+            loads.start(load(offer(exports, "a"), "a"))
+            until(lambda: sides[1].backend.hanging)
+            started = time.monotonic()
+        assert time.monotonic() - started < PATIENCE / 2
+
+
+def test_nothing_is_read_for_an_expired_offer():
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=True) for name in ("source", "target")]
+    sides[0].memory[:] = 7
+    with source(sides[0]) as (exports, _), target(sides[1]) as (loads, ends):
+        remote = offer(exports, "a")
+        assert exports.abort(Abort(engine_id="source", request_id="a")) == Aborted()
+        loads.start(load(remote, "a"))
+        until(lambda: ends)
+        assert "holds the pages" in ends[0].reason and not sides[1].memory.any()
+
+
+def test_a_wrong_address_spoils_no_other_request():
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=True) for name in ("source", "target")]
+    with source(sides[0]) as (exports, _), target(sides[1]) as (loads, ends):
+        remote = offer(exports, "a")
+        loads.expect("b", RemoteKV("source", "a", "127.0.0.1", 9, (3, 1), 2 * PAGE))
+        loads.start(load(remote, "a"))
+        until(lambda: ends)
+        assert ends[0].reason is None
+
+
+def test_a_source_that_is_not_asked_any_more_is_left(monkeypatch):
+    """Prefill engines that restart do not add up to threads and sockets."""
+    monkeypatch.setattr(kv_peer, "_IDLE_SECONDS", 0.3)
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=True) for name in ("source", "target")]
+    with source(sides[0]) as (exports, _), target(sides[1]) as (loads, ends):
+        for name in ("a", "b"):
+            loads.expect(name, remote := offer(exports, name))
+            time.sleep(0.6)
+            assert any(t.name == "dcpjax-kv-heartbeat" for t in threading.enumerate())
+            assert loads._sources, "it is expected to send something"
+            loads.start(load(remote, name))
+            until(lambda name=name: [end.load.request_id for end in ends][-1:] == [name])
+            assert ends[-1].reason is None
+            until(lambda: not loads._sources)
+            until(
+                lambda: (
+                    not any(t.name.startswith("dcpjax-kv-source") for t in threading.enumerate())
+                )
+            )
+
+
+def test_a_target_that_hangs_holds_up_no_other():
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=False) for name in ("source", "slow", "good")]
+    sides[0].memory[:] = 7
+    sides[0].backend.stopped.add("slow")
+    with source(sides[0]) as (exports, _):
+        greet(exports, sides[0], sides[1])
+        for number in range(6):
+            offer(exports, str(number))
+            exports.push(push(sides[1], sides[0], str(number)))
+        offer(exports, "good")
+        greet(exports, sides[0], sides[2])
+        exports.push(push(sides[2], sides[0], "good")).result(PATIENCE)
+        assert (sides[2].memory[[0, 2]] == 7).all()
+        for handle in sides[0].backend.hanging:
+            handle.state = TransferState.FAILED
+        sides[0].backend.stopped.clear()
+
+
+def test_a_target_that_asks_no_more_is_forgotten(monkeypatch):
+    """Decode engines that restart do not add up to threads."""
+    monkeypatch.setattr(kv_source, "_FORGET_SECONDS", 0.2)
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=False) for name in ("source", "target")]
+    with source(sides[0], kv_lease_duration=1.0) as (exports, _):
+        for name in ("a", "b"):
+            greet(exports, sides[0], sides[1])
+            offer(exports, name)
+            exports.push(push(sides[1], sides[0], name)).result(PATIENCE)
+            until(lambda: not exports._targets)
+            until(lambda: not any("kv-push-target" in t.name for t in threading.enumerate()))
+        with pytest.raises(PeerError, match="Hello first"):
+            exports.push(push(sides[1], sides[0], "b"))
+
+
+def test_an_abort_waits_for_all_that_writes():
+    """Also where two targets were sent to fetch one prompt."""
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=False) for name in ("source", "slow", "good")]
+    sides[0].backend.stopped.add("slow")
+    with source(sides[0]) as (exports, ended):
+        offer(exports, "a")
+        for side in sides[1:]:
+            greet(exports, sides[0], side)
+        exports.push(push(sides[1], sides[0], "a"))
+        until(lambda: sides[0].backend.hanging)
+        exports.push(push(sides[2], sides[0], "a")).result(PATIENCE)
+        answer = exports.abort(Abort(engine_id="source", request_id="a"))
+        time.sleep(0.1)
+        assert not isinstance(answer, Aborted) and not answer.done() and not ended
+        sides[0].backend.hanging[0].state = TransferState.FAILED
+        assert answer.result(PATIENCE) == Aborted()
+        until(lambda: ended == ["a"])
+        landed = Landed(engine_id="source", request_id="a", target_ranks=(0,), num_target_ranks=1)
+        assert not exports.landed(landed).ok
+
+
+def test_a_source_closes_while_a_target_hangs(monkeypatch):
+    """And says that the write has failed only when it is over."""
+    monkeypatch.setattr(kv_source, "_CLOSE_SECONDS", 0.3)
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=False) for name in ("source", "slow")]
+    sides[0].backend.stopped.add("slow")
+    with source(sides[0]) as (exports, _):
+        offer(exports, "a")
+        greet(exports, sides[0], sides[1])
+        answer = exports.push(push(sides[1], sides[0], "a"))
+        until(lambda: sides[0].backend.hanging)
+        state_at_end = []
+        answer.add_done_callback(lambda _: state_at_end.append(sides[0].backend.hanging[0].state))
+        sides[0].local.stop_waiting()  # as an engine does that is a target too
+        time.sleep(0.05)
+        assert not answer.done()
+    assert state_at_end == [TransferState.FAILED]
+    with pytest.raises(TransferError, match="does not fail"):
+        answer.result()
