@@ -236,7 +236,7 @@ class KVTransferConfig:
                 known=sorted(known),
             )
         if "kv_role" not in named:
-            raise ConfigError(f"kv_transfer_config has a kv_role: {type_words(KVRole)}")
+            raise ConfigError(f"kv_transfer_config needs a kv_role: {type_words(KVRole)}")
         if isinstance(named.get("backends"), list):
             named["backends"] = tuple(named["backends"])
         return cls(**named)

@@ -29,6 +29,7 @@ STOP_SECONDS = 20.0
 INTERRUPTED = 128 + signal.SIGINT
 SCRIPTS = Path(__file__).resolve().parent
 DOCUMENT = SCRIPTS / "assets" / "harbour_log.txt"
+QUESTION = "Who is the harbour master of Brannock Bay?"
 NAMES = ("prefill", "decode", "router")
 NIXL_MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 
@@ -70,7 +71,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dcp", type=int, default=3, help="of these, ranks that share the tokens")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a page, both engines")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="a text file")
-    parser.add_argument("--question", default="Who is the harbour master of Brannock Bay?")
+    parser.add_argument(
+        "--question",
+        default="Who is the harbour master of Brannock Bay?",
+        help="about the document",
+    )
     parser.add_argument("--max-tokens", type=int, default=64, help="of the answer")
     parser.add_argument(
         "--in-process",

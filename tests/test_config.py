@@ -153,7 +153,7 @@ def test_a_kv_transfer_config_may_be_written_as_other_systems_write_it() -> None
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({}, "has a kv_role: one of kv_producer"),
+        ({}, "needs a kv_role: one of kv_producer"),
         ({"kv_role": "both"}, "kv_role is one of"),
         ({**PRODUCER, "kv_connector": "LMCache"}, "kv_connector is one of"),
         ({**PRODUCER, "kv_rank": 0}, "unknown KV transfer setting kv_rank"),

@@ -66,7 +66,7 @@ def _attend_tile(
 ) -> Running:
     """One tile: masked [t, n] to the keys from ``seen`` on, then to all before them."""
     rows, masked = flatten_heads(queries), slice(seen, seen + visible.shape[1])
-    running = nothing_seen(rows.shape[:2], values.shape[-1])
+    running = nothing_seen((rows.shape[0], rows.shape[1]), values.shape[-1])
     visible = jnp.tile(visible, (queries.shape[1], 1))[None]
     running = attend(running, rows, keys[:, masked], values[:, masked], scale, visible)
     return attend(running, rows, keys[:, :seen], values[:, :seen], scale) if seen else running

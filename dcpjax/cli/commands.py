@@ -102,6 +102,12 @@ def serve_command(
         dcpjax serve ./model -tp 4 -dcp 4 --block-size 16
     """
     config = EngineConfig.from_settings(model, settings)
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == "InProcessConnector":
+        raise WrongSettings(
+            "InProcessConnector joins engines of one process, and dcpjax serve runs one: use "
+            "NixlConnector or MooncakeConnector"
+        )
     try:
         from dcpjax.server import run
     except ModuleNotFoundError as error:

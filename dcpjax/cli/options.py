@@ -54,7 +54,7 @@ class JsonObject(click.ParamType):
         try:
             parsed = json.loads(value)
         except ValueError as error:
-            self.fail(f"is no JSON: {error}", param, ctx)
+            self.fail(f"is not valid JSON: {error}", param, ctx)
         if not isinstance(parsed, dict):
             self.fail(f"is a JSON object, not {value[:100]!r}", param, ctx)
         return parsed

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import PoolShape
 from dcpjax.cache.prefix import PagePool
-from dcpjax.config import EngineConfig, Progress, broken_neuron_rules
+from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
 from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
-from dcpjax.engine.kv_backends import make_backend
+from dcpjax.engine.kv_backends import prepare_backend
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_staging import StagingArea
@@ -28,6 +28,7 @@ from dcpjax.mesh import HeadLayout, decode_mesh, find_devices, prefill_mesh
 from dcpjax.models.checkpoint import Checkpoint, fingerprint
 from dcpjax.models.llama import Sharding
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
+from dcpjax.transfer.backend import TransferBackend
 
 
 class Engine:
@@ -55,6 +56,9 @@ class Engine:
             config.head_groups,
             config.decode_context_parallel_size,
         )
+        transfer = config.kv_transfer_config
+        engine_id = new_engine_id(None if transfer is None else transfer.engine_id)
+        backend = prepare_backend(config, self.model_config, engine_id, devices[0].platform)
         self.max_model_len = _max_model_len(config, self.model_config.max_position_embeddings)
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
@@ -72,7 +76,7 @@ class Engine:
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
         self._wake: Callable[[], None] = lambda: None
-        self._handoff = self._make_handoff(checkpoint)
+        self._handoff = self._make_handoff(engine_id, backend, checkpoint)
         self._in_flight: Dispatched | None = None
         self._num_steps = 0
         self._is_blocked = False
@@ -137,16 +141,13 @@ class Engine:
             interleave=self.config.interleave,
         )
 
-    def _make_handoff(self, checkpoint: Checkpoint) -> Handoff | None:
+    def _make_handoff(
+        self, engine_id: str, backend: TransferBackend | None, checkpoint: Checkpoint
+    ) -> Handoff | None:
         config = self.config.kv_transfer_config
-        if config is None:
+        if config is None or backend is None:
             return None
-        if config.kv_connector == "NeuronNixlConnector":
-            for error in broken_neuron_rules(self.config, self.model_config, transfers_kv=True):
-                raise error
-        engine_id = new_engine_id(config.engine_id)
         platform, regions = self._mesh.devices.flat[0].platform, self.runner.memory
-        backend = make_backend(config, engine_id, platform)
         is_staging = config.is_consumer and backend.pulls and platform == "cpu"
         staging = StagingArea(len(regions)) if is_staging else None
         backend.register([*regions, *(staging.regions if staging else ())])

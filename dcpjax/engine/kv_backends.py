@@ -1,10 +1,28 @@
 """Which transfer backend a ``kv_connector`` means. The libraries are imported when one is used."""
 
-from dcpjax.config import KVTransferConfig
+from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig, broken_neuron_rules
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferBackend
 
 PROCESS_FABRIC = InProcessFabric()
 """Of the InProcessConnector: its reach is the process, and so is the life of this."""
+
+
+def prepare_backend(
+    config: EngineConfig, model: ModelConfig, engine_id: str, platform: str
+) -> TransferBackend | None:
+    """The backend of an engine that transfers KV. Before anything is loaded: it may be refused.
+
+    Raises:
+        MeshError: the connector is Neuron's and the settings break its rules.
+        TransferError: the library is not installed or does not start.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return None
+    if transfer.kv_connector == "NeuronNixlConnector":
+        for error in broken_neuron_rules(config, model, transfers_kv=True):
+            raise error
+    return make_backend(transfer, engine_id, platform)
 
 
 def make_backend(config: KVTransferConfig, engine_id: str, platform: str) -> TransferBackend:

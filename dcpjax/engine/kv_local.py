@@ -186,7 +186,7 @@ class LocalKV:
             state = handle.poll()
             handle.release()
         if state is not TransferState.DONE:
-            raise TransferError("a transfer does not fail", peer=peer.engine_id)
+            raise TransferError("the transfer of a prompt's KV failed", peer=peer.engine_id)
         seconds = time.monotonic() - started
         self.last_transfer = _shown(plan, bound, self.backend.name, seconds)
         self.stats.add(

@@ -73,7 +73,7 @@ async def opened(http: httpx.AsyncClient, peer: Peer, call: Call) -> AsyncIterat
             peer.note_unreachable()
             raise _broken("the engine can be reached", peer, error) from error
         except httpx.HTTPError as error:
-            raise _broken("the engine's answer is complete", peer, error) from error
+            raise _broken("the engine broke its answer off", peer, error) from error
 
 
 def _broken(rule: str, peer: Peer, error: httpx.HTTPError) -> LegError:

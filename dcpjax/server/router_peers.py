@@ -48,7 +48,7 @@ class Peer:
         Raises:
             LegError: the engine was found dead meanwhile.
         """
-        error = LegError("the engine answers its health checks", engine=self.url)
+        error = LegError("the engine has stopped answering its health checks", engine=self.url)
         self.work_bytes += work_bytes
         try:
             async with self._legs.block(error):

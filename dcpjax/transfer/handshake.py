@@ -20,6 +20,7 @@ CONNECTOR_VERSION = 1
 """Of the messages, of EngineInfo and of what they mean. In the compatibility hash."""
 
 MAX_ADDRESS = 2**63 - 1
+_IN_WORDS = {"compatibility": "model, weights, types and cache format"}
 _MAX_SIZE = 2**31 - 1
 
 
@@ -192,7 +193,8 @@ def decode_engine(metadata: bytes) -> EngineInfo:
 
 def _check_same(name: str, ours: object, theirs: object) -> None:
     if ours != theirs:
-        raise PeerError(f"two engines have the same {name}", ours=ours, theirs=theirs)
+        named = _IN_WORDS.get(name, name)
+        raise PeerError(f"two engines must have the same {named}", ours=ours, theirs=theirs)
 
 
 def _check_sizes(info: EngineInfo) -> None:

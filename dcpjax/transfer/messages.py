@@ -34,6 +34,7 @@ Message = TypeVar("Message")
 
 _PAGE_ID = np.dtype("<i4")
 _MAX_VALUES = 16
+_SEEN_FROM_HERE = {"ours": "theirs", "theirs": "ours"}  # what the other side calls its own
 _MAX_TEXT = 500
 _words = reprlib.Repr()  # shows the beginning of what is long
 _words.maxother = _MAX_TEXT
@@ -232,7 +233,8 @@ def failed(error: DcpjaxError) -> Failed:
 
 def to_error(reply: Failed, *, peer: str) -> PeerRefusedError:
     """The error that a caller gets for such an answer of the engine at ``peer``."""
-    values = {**reply.values, "peer": peer}
+    values = {_SEEN_FROM_HERE.get(name, name): value for name, value in reply.values.items()}
+    values["peer"] = peer
     for name in ("self", "rule"):  # the error's own parameters; the names are the peer's choice
         values.pop(name, None)
     return PeerRefusedError(reply.rule, **values)

@@ -143,9 +143,12 @@ def plan_transfer(
         PlanError: there is no exact plan between the placements (see
             :func:`dcpjax.transfer.cover.routes`), or the token range is none.
     """
-    if not 0 <= first_token <= num_tokens < MAX_TOKENS:
+    is_whole = isinstance(first_token, int | np.integer) and isinstance(
+        num_tokens, int | np.integer
+    )
+    if not (is_whole and 0 <= first_token <= num_tokens < MAX_TOKENS):
         raise PlanError(
-            f"a token range has 0 <= first_token <= num_tokens < {MAX_TOKENS}",
+            f"a token range has integers 0 <= first_token <= num_tokens < {MAX_TOKENS}",
             first_token=first_token,
             num_tokens=num_tokens,
         )
