@@ -20,7 +20,7 @@ CONNECTOR_VERSION = 1
 """Of the messages, of EngineInfo and of what they mean. In the compatibility hash."""
 
 MAX_ADDRESS = 2**63 - 1
-_IN_WORDS = {"compatibility": "model, weights, types and cache format"}
+_IN_WORDS = {"compatibility": "compatibility (model, weights, types and cache format)"}
 _MAX_SIZE = 2**31 - 1
 
 

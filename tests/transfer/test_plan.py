@@ -298,3 +298,10 @@ def test_a_part_has_one_name_and_a_layer_for_each_of_its_placement():
         CachePart("latent", (0, 1, 2), LAYERS)
     with pytest.raises(LayoutError, match="layer=8"):
         CachePart.of_layers("index", (0, 8), LAYERS)
+
+
+@pytest.mark.parametrize("wrong", [{"num_tokens": 1.5}, {"num_tokens": 9, "first_token": "1"}])
+def test_tokens_are_counted(wrong):
+    placement = KVPlacement.tensor_parallel(1, layers=1, kv_heads=1, page_size=4)
+    with pytest.raises(PlanError, match="tokens are counted"):
+        plan_transfer(placement, placement, **wrong)
