@@ -6,6 +6,7 @@ sequence. Every (layer, head, token) that a target rank wants is on exactly one 
 plan.
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -143,12 +144,15 @@ def plan_transfer(
         PlanError: there is no exact plan between the placements (see
             :func:`dcpjax.transfer.cover.routes`), or the token range is none.
     """
-    is_whole = isinstance(first_token, int | np.integer) and isinstance(
-        num_tokens, int | np.integer
-    )
-    if not (is_whole and 0 <= first_token <= num_tokens < MAX_TOKENS):
+    try:
+        first_token, num_tokens = operator.index(first_token), operator.index(num_tokens)
+    except TypeError as error:
         raise PlanError(
-            f"a token range has integers 0 <= first_token <= num_tokens < {MAX_TOKENS}",
+            "tokens are counted", first_token=first_token, num_tokens=num_tokens
+        ) from error
+    if not 0 <= first_token <= num_tokens < MAX_TOKENS:
+        raise PlanError(
+            f"a token range has 0 <= first_token <= num_tokens < {MAX_TOKENS}",
             first_token=first_token,
             num_tokens=num_tokens,
         )
