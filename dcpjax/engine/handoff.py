@@ -4,6 +4,7 @@ What other threads do ends in a queue here, and ``apply`` carries it out between
 scheduler still belongs to one thread.
 """
 
+import logging
 import queue
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ CACHE_FORMAT = "pages, layers, heads, tokens, keys | values"
 
 Event = Callable[[Scheduler], None]
 
+_log = logging.getLogger(__name__)
+
 
 class Handoff:
     """The exports and loads of one engine.
@@ -50,7 +53,8 @@ class Handoff:
         """Read what a new request says about its KV.
 
         Raises:
-            RequestError: it asks for what this engine does not do, or contradicts its own prompt.
+            RequestError: it asks for what this engine does not do; or it contradicts its own prompt
+                and is not to be recomputed.
         """
         if request.kv_transfer_params is None:
             return
@@ -60,7 +64,7 @@ class Handoff:
             request.exports_kv = True
         if params.do_remote_prefill:
             self._check_role(self._target, "loads KV from others", "kv_consumer")
-            request.remote_kv = _remote_kv(params, request.prompt_token_ids)
+            request.remote_kv = self._read_remote(params, request)
 
     def expect(self, request: Request) -> None:
         """An accepted request was queued."""
@@ -95,6 +99,17 @@ class Handoff:
         for part in (self._target, self._source, self._local):
             if part is not None:
                 part.close()
+
+    def _read_remote(self, params: KVTransferParams, request: Request) -> RemoteKV | None:
+        """Where its KV is; None where that is of another prompt, and this one is computed here."""
+        try:
+            return _remote_kv(params, request.prompt_token_ids)
+        except RequestError as error:
+            if not self._recomputes:
+                raise
+            self._local.stats.add(num_failed=1)
+            _log.warning("KV of request %s is not used: %s", request.request_id, error)
+            return None
 
     def _check_role(self, part: object | None, does: str, role: str) -> None:
         if part is None:

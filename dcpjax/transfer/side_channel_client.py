@@ -170,6 +170,9 @@ class SideChannelClient:
     def _connect(self) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, CUT_OFF_BYTES)
+        # From the start: once the context ends it cannot be set any more, and what nobody takes
+        # would keep the context from ending.
+        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, "[" in self.address)
         try:
             socket.connect(self.address)

@@ -257,13 +257,15 @@ def test_what_cannot_be_loaded_may_be_recomputed(tiny, brief, expected):
             {**offer, "remote_port": 9},
             {**offer, "remote_block_ids": offer["remote_block_ids"][:-1]},
             {**offer, "remote_block_ids": [10**6] * len(offer["remote_block_ids"])},
+            {**offer, "remote_num_tokens": 49},
+            {**offer, "remote_prompt_digest": "00" * 16},
         ):
             decode.engine.reset_prefix_cache()
             request = decode_request(PROMPTS[50], broken, max_tokens=12)
             decode.engine.add(request)
             decode.run(request.request_id)
             assert decode.served[request.request_id].tokens == expected[50]
-        assert decode.engine.stats()["kv_transfer"]["num_failed"] == 5
+        assert decode.engine.stats()["kv_transfer"]["num_failed"] == 7
         decode.drain()
 
 

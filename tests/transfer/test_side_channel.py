@@ -576,6 +576,25 @@ def test_closing_the_listener_sends_what_is_finished_and_nothing_else(
     server.close()
 
 
+def test_a_client_closes_while_nobody_listens() -> None:
+    """What it has not sent yet does not hold it up."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        client = SideChannelClient(channel_address("127.0.0.1", port))
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(
+                client.heartbeat, Heartbeat(engine_id="a", request_ids=()), timeout_s=60
+            )
+            time.sleep(0.2)
+            closing_thread = threading.Thread(target=client.close, daemon=True)
+            closing_thread.start()
+            with pytest.raises(PeerError, match="while it is open"):
+                call.result(20)
+        closing_thread.join(20)
+        assert not closing_thread.is_alive()
+
+
 def test_closing_a_client_ends_its_calls(producer: FakeProducer, server: SideChannelServer) -> None:
     client = SideChannelClient(server.address)
     with ThreadPoolExecutor(3) as pool:
