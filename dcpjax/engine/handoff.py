@@ -216,6 +216,7 @@ def _remote_kv(params: KVTransferParams, prompt: Sequence[int]) -> RemoteKV:
         port=params.remote_port or 0,
         page_ids=_page_ids(params.remote_block_ids or []),
         num_tokens=len(prompt),
+        prompt_digest=digest,
     )
 
 

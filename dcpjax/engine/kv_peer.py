@@ -18,6 +18,7 @@ from dcpjax.transfer.handshake import EngineInfo, hello, meet
 from dcpjax.transfer.messages import (
     MAX_IDS,
     Abort,
+    Claim,
     Heartbeat,
     Landed,
     PeerRefusedError,
@@ -126,9 +127,10 @@ class SourcePeer:
             self.give_up_later(request_id)
             return
         self._check_not_hanging()
+        info = self._handshake()
+        self._local.connect(info)  # of no effect where it is known
+        self._claim(load.remote)  # not ours to give up before this is right
         try:
-            info = self._handshake()
-            self._local.connect(info)  # of no effect where it is known
             self._bring(info, load)
             released = self._client.landed(self._landed(request_id), timeout_s=_CALL_SECONDS)
         except DcpjaxError:
@@ -208,16 +210,19 @@ class SourcePeer:
             self._info = info
         return info
 
-    def _check_held(self, request_id: str) -> None:
-        """Nothing is read of pages that are somebody else's by now."""
-        call = Heartbeat(engine_id=self._engine_id, request_ids=(request_id,))
-        if request_id not in self._client.heartbeat(call, timeout_s=_CALL_SECONDS).request_ids:
-            raise TransferError(_HELD, request_id=request_id)
+    def _claim(self, remote: RemoteKV) -> None:
+        """Nothing is taken from pages that are somebody else's by now, or always were."""
+        call = Claim(
+            engine_id=self._engine_id,
+            request_id=remote.request_id,
+            prompt_digest=remote.prompt_digest,
+            page_ids=pack_page_ids(remote.page_ids),
+        )
+        self._client.claim(call, timeout_s=_CALL_SECONDS)
 
     def _bring(self, info: EngineInfo, load: KVLoad) -> None:
         span = range(load.first_token, load.stop_token)
         if self._local.backend.pulls:
-            self._check_held(load.remote.request_id)
             self._local.pull(info, load.remote.page_ids, load.page_ids, span)
             return
         call = Push(

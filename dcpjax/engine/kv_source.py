@@ -23,6 +23,8 @@ from dcpjax.transfer.lease import Landing, LeaseTable
 from dcpjax.transfer.messages import (
     Abort,
     Aborted,
+    Claim,
+    Claimed,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -31,6 +33,7 @@ from dcpjax.transfer.messages import (
     Pushed,
     Released,
     Welcome,
+    pack_page_ids,
     unpack_page_ids,
 )
 from dcpjax.transfer.side_channel import SideChannelServer
@@ -159,6 +162,25 @@ class KVSource:
         if landing is Landing.RELEASED:
             self._end(call.request_id)
         return Released(ok=landing is not Landing.UNKNOWN)
+
+    def claim(self, call: Claim) -> Claimed:
+        """Raises PeerError unless the request is held and was offered like that."""
+        held = self._leases.heartbeat([call.request_id])
+        with self._lock:
+            export = self._exports.get(call.request_id)
+        if not held or export is None:
+            raise PeerError(
+                "the source holds the pages until they are read", request_id=call.request_id
+            )
+        offered = pack_page_ids(export.page_ids), export.prompt_digest
+        if (call.page_ids, call.prompt_digest) != offered:
+            raise PeerError(
+                "a prompt is taken from the pages in which it was offered",
+                request_id=call.request_id,
+                offered=len(export.page_ids),
+                pages=len(call.page_ids) // 4,
+            )
+        return Claimed()
 
     def heartbeat(self, call: Heartbeat) -> HeartbeatReply:
         return HeartbeatReply(request_ids=tuple(self._leases.heartbeat(call.request_ids)))

@@ -30,6 +30,7 @@ class RemoteKV:
         host, port: its side channel.
         page_ids: from the beginning of the prompt, one per virtual page of that engine.
         num_tokens: tokens of the prompt that it computed.
+        prompt_digest: of the prompt as it is here, see :func:`prompt_digest`.
     """
 
     engine_id: str
@@ -38,6 +39,7 @@ class RemoteKV:
     port: int
     page_ids: tuple[int, ...]
     num_tokens: int
+    prompt_digest: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 | Hello: who I am                            | Welcome: who I am                                  |
 | Push: write a request's KV into my pages   | Pushed: all of it is written, nothing moves        |
 | Landed: these of my ranks have their share | Released: whether the pages were held until now    |
+| Claim: I take a request as it was offered  | Claimed: it is held, and was offered like that     |
 | Heartbeat: I still want these requests     | HeartbeatReply: those of them that are held        |
 | Abort: I do not want this request any more | Aborted: nothing is written into my pages any more |
 | any of them                                | Failed: not done, for this reason                  |
@@ -86,6 +87,22 @@ class Welcome(Reply, frozen=True):
     metadata: bytes
 
 
+class Claim(Call, frozen=True):
+    """Before anything moves: what the consumer was told of a request is what the producer offered.
+
+    It was told through a client, which may be wrong, or lie. ``page_ids`` are those of the
+    producer, packed by :func:`pack_page_ids`.
+    """
+
+    request_id: Id
+    prompt_digest: Text
+    page_ids: bytes
+
+
+class Claimed(Reply, frozen=True):
+    """The pages are held, and hold the KV of this prompt."""
+
+
 class Push(Call, frozen=True):
     """Write the tokens ``[first_token, num_tokens)`` of a request into the pages of a target.
 
@@ -162,8 +179,8 @@ class OtherEngine(Reply, frozen=True):
     engine_id: Id
 
 
-AnyCall = Hello | Push | Landed | Heartbeat | Abort
-AnyReply = Welcome | Pushed | Released | HeartbeatReply | Aborted | Failed | OtherEngine
+AnyCall = Hello | Claim | Push | Landed | Heartbeat | Abort
+AnyReply = Welcome | Claimed | Pushed | Released | HeartbeatReply | Aborted | Failed | OtherEngine
 
 _encoder = msgspec.msgpack.Encoder()
 _call_decoder: msgspec.msgpack.Decoder[AnyCall] = msgspec.msgpack.Decoder(AnyCall)

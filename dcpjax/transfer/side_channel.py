@@ -26,6 +26,8 @@ from dcpjax.transfer.messages import (
     Abort,
     Aborted,
     AnyCall,
+    Claim,
+    Claimed,
     Failed,
     Heartbeat,
     HeartbeatReply,
@@ -65,6 +67,8 @@ class Handler(Protocol):
     """
 
     def hello(self, call: Hello) -> Welcome | Future[Welcome]: ...
+
+    def claim(self, call: Claim) -> Claimed | Future[Claimed]: ...
 
     def push(self, call: Push) -> Pushed | Future[Pushed]: ...
 
@@ -210,6 +214,8 @@ class SideChannelServer:
         match call:
             case Hello():
                 return self._handler.hello(call), Welcome
+            case Claim():
+                return self._handler.claim(call), Claimed
             case Push():
                 return self._handler.push(call), Pushed
             case Landed():

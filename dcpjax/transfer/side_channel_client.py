@@ -16,6 +16,8 @@ from dcpjax.transfer.messages import (
     Aborted,
     AnyCall,
     AnyReply,
+    Claim,
+    Claimed,
     Failed,
     Heartbeat,
     HeartbeatReply,
@@ -33,7 +35,7 @@ from dcpjax.transfer.messages import (
 )
 from dcpjax.transfer.side_channel import CALL_ID_BYTES, CUT_OFF_BYTES
 
-Answer = TypeVar("Answer", Welcome, Pushed, Released, HeartbeatReply, Aborted)
+Answer = TypeVar("Answer", Welcome, Claimed, Pushed, Released, HeartbeatReply, Aborted)
 
 
 class PeerSilentError(PeerError):
@@ -71,6 +73,9 @@ class SideChannelClient:
 
     def hello(self, call: Hello, *, timeout_s: float) -> Welcome:
         return self._call(call, Welcome, timeout_s)
+
+    def claim(self, call: Claim, *, timeout_s: float) -> Claimed:
+        return self._call(call, Claimed, timeout_s)
 
     def push(self, call: Push, *, timeout_s: float) -> Pushed:
         """Returns when the write has ended. After a PeerSilentError it may still go on: abort."""

@@ -291,6 +291,25 @@ def test_params_that_make_no_sense_are_refused_at_once(change, rule, prefill, de
     hand_over(prefill, decode, PROMPTS[50], max_tokens=2)
 
 
+def test_an_offer_is_taken_as_it_was_made(prefill, decode):
+    """What a client says of a held request is compared with what the source knows of it."""
+    other = random_tokens("another prompt", 50)
+    offers = [ask_prefill(prefill, prompt) for prompt in (PROMPTS[50], other)]
+    without_digest = {**offers[1], "remote_prompt_digest": None}
+    lies = [
+        {**offers[0], "remote_block_ids": offers[1]["remote_block_ids"]},
+        {**offers[0], "remote_block_ids": offers[0]["remote_block_ids"][::-1]},
+        without_digest,  # another prompt of as many tokens
+    ]
+    for lie in lies:
+        decode.engine.reset_prefix_cache()
+        request = decode_request(PROMPTS[50], lie, max_tokens=2)
+        decode.engine.add(request)
+        decode.run(request.request_id)
+        assert "in which it was offered" in decode.errors[request.request_id]
+    decode.drain()
+
+
 def test_an_engine_without_transfers_refuses_them(tiny):
     engine = engine_of(tiny)
     with pytest.raises(RequestError, match="kv-transfer-config"):

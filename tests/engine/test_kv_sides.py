@@ -135,6 +135,7 @@ def offer(source: KVSource, name: str) -> RemoteKV:
         params["remote_port"],
         (3, 1),
         2 * PAGE,
+        "digest",
     )
 
 
