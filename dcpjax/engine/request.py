@@ -91,6 +91,7 @@ class Request:
     page_ids: list[int] = field(default_factory=list[int])
     page_hashes: list[bytes] = field(default_factory=list[bytes])  # of full pages, known tokens
     max_length: int = 0  # tokens of the whole sequence, set when the scheduler accepts it
+    place: int = 0  # in the order of arrival, set then too
     num_cached: int = 0
     num_scheduled: int = 0
     num_pending: int = 0

@@ -6,8 +6,8 @@ and a committed step may hold results of a request that has ended since: they ar
 
 Invariants:
 
-* ``running`` followed by ``waiting`` is in order of arrival, so the last running request is the
-  one to preempt and the first one always progresses.
+* Requests start in the order of arrival and are preempted from the latest on, so the first one
+  always progresses.
 * A loading request has a slot and pages like a running one, but cannot be preempted: something
   outside writes into its pages. Every load ends in bounded time, so this only delays the others.
 * Device steps run in the order of their plans. Therefore pages and slots are reused as soon as
@@ -91,6 +91,7 @@ class Scheduler:
         self._landed: list[Request] = []  # not yet in a plan's ``started``
         self._exports = PageHolds(pool)
         self._orphans = PageHolds(pool)  # of loads whose request was aborted
+        self._num_accepted = 0
         self._num_preemptions = 0
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
@@ -138,6 +139,8 @@ class Scheduler:
             raise RequestError("request ids are unique", param="request_id", request_id=request_id)
         pool_tokens = self._pool.num_pages * self._pool.page_size
         request.max_length = length_limit(request, self._max_model_len, pool_tokens)
+        request.place = self._num_accepted
+        self._num_accepted += 1
         self._waiting[request_id] = request
 
     def abort(self, request_id: str) -> None:
@@ -298,8 +301,8 @@ class Scheduler:
         # The latest goes first even if it is the one in need: the oldest is never preempted for a
         # younger one, and alone it has all pages, which suffice or add() would have refused it.
         while self._num_missing_pages() > self._pool.num_available:
-            candidates = (r for r in reversed(self._running.values()) if r.status is Status.RUNNING)
-            request = next(candidates)
+            running = (r for r in self._running.values() if r.status is Status.RUNNING)
+            request = max(running, key=lambda other: other.place)
             is_alone = len(self._running) == 1 and not self._exports and not self._orphans
             assert not is_alone, "a request alone does not fit into the pool"
             assert not request.num_pending, "a request with a token in flight is preempted"
@@ -308,11 +311,12 @@ class Scheduler:
             self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        """Back to the head of the queue, without pages."""
+        """Back to its place in the queue, without pages."""
         self._release(request)
         request.status = Status.WAITING
         self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
+        in_order = sorted(self._waiting.values(), key=lambda waiting: waiting.place)
+        self._waiting = OrderedDict((waiting.request_id, waiting) for waiting in in_order)
 
     # Start
 
@@ -341,8 +345,9 @@ class Scheduler:
 
     def _start(self, prompts: list[Admission], loading: list[Admission]) -> list[Request]:
         """Give pages and slots; the requests to compute are returned."""
-        self._residency.admit([*prompts, *loading])
-        for admission in [*prompts, *loading]:
+        in_order = sorted([*prompts, *loading], key=lambda admission: admission.request.place)
+        self._residency.admit(in_order)
+        for admission in in_order:
             request = admission.request
             request.slot = heapq.heappop(self._free_slots)
             request.status = Status.RUNNING

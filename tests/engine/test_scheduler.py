@@ -6,6 +6,7 @@ import pytest
 
 from dcpjax.cache.prefix import PagePool, chain_hashes, root_hash
 from dcpjax.engine import residency
+from dcpjax.engine.remote_kv import RemoteKV
 from dcpjax.engine.request import FinishReason, Request, SamplingParams, Status, TokenLogprobs
 from dcpjax.engine.residency import Residency
 from dcpjax.engine.scheduler import Drain, Scheduler, StepPlan, StepShapes
@@ -526,3 +527,39 @@ def test_the_integrity_check_can_fail(damage) -> None:
     damage(scheduler, request)
     with pytest.raises(AssertionError):
         scheduler.check_integrity()
+
+
+# Loads from other engines
+
+
+def loading_request(name: str) -> Request:
+    request = request_of(9, name)
+    request.remote_kv = RemoteKV("engine", name, "localhost", 1, (0, 1, 2), 9)
+    return request
+
+
+def test_requests_whose_loads_fail_go_back_to_their_places() -> None:
+    scheduler = scheduler_of(shapes=WIDE)
+    for name in "abcd":
+        scheduler.add(loading_request(name))
+    assert scheduler.schedule() is None
+    loads = {load.request_id: load for load in scheduler.take_kv_events().loads}
+    assert list(loads) == list("abcd")
+    for name in "bdac":  # the order in which the other engine's connections break
+        scheduler.fail_load(loads[name], error=None)
+    assert ids(planned(scheduler).started) == list("abcd")
+
+
+def test_a_load_takes_a_slot_and_pages_and_no_row() -> None:
+    scheduler = scheduler_of(shapes=WIDE)
+    scheduler.add(loading_request("a"))
+    scheduler.add(request_of(9, "b"))
+    plan = planned(scheduler)
+    assert ids(plan.started) == ["b"] and scheduler.num_loading == 1
+    [load] = scheduler.take_kv_events().loads
+    assert (load.first_token, load.stop_token) == (0, 8)
+    scheduler.commit(plan, [[PLAIN]])
+    scheduler.land(load)
+    plan = planned(scheduler)
+    assert {(s.request.request_id, s.start) for s in plan.decode} == {("a", 8), ("b", 9)}
+    assert ids(plan.started) == ["a"], "what is kept per slot begins anew"
