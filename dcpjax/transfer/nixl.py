@@ -20,12 +20,14 @@ after it had stood still. CMA, NVLink and RDMA read without its help. Mooncake i
 where there is only TCP.
 """
 
+import contextlib
 import importlib
 import logging
 import os
+import threading
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +43,10 @@ MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 # The library's parser of agent metadata crashes on some damaged bytes; so they travel with a sum.
 AGENT_MAGIC = b"dcpjax nixl 1\n"
 CHECKSUM_BYTES = 4
+PROGRESS_MICROSECONDS = 1000
+"""A peer's first message waits so long at most; what is read of memory does not wait at all."""
+
+_patching = threading.Lock()
 
 
 def load_library() -> ModuleType:
@@ -87,7 +93,8 @@ class NixlBackend:
         self._transfers: set[NixlTransfer] = set()
         config = library.nixl_agent_config(backends=list(plugins))
         try:
-            self._agent: Any = library.nixl_agent(uuid.uuid4().hex, config)
+            with _calm_progress_thread(library):
+                self._agent: Any = library.nixl_agent(uuid.uuid4().hex, config)
         except self._errors as error:
             raise TransferError("NIXL starts with these plugins", plugins=plugins) from error
         missing = sorted(set(plugins) - set(self._agent.backends))
@@ -239,6 +246,28 @@ class NixlTransfer:
             answer = "ERR"
         if answer != "PROC":
             self._state = TransferState.DONE if answer == "DONE" else TransferState.FAILED
+
+
+@contextlib.contextmanager
+def _calm_progress_thread(library: ModuleType) -> Iterator[None]:
+    """Let an agent that is made here look for messages of its peers every PROGRESS_MICROSECONDS.
+
+    The library's Python half asks for 0, which it has no argument for: then the thread of every
+    agent keeps a processor core busy for ever, also of one that nobody talks to.
+    """
+    bindings = importlib.import_module(f"{library.__name__}._bindings")
+    original = bindings.nixlAgent
+
+    def make(name: str, config: Any) -> Any:
+        config.pthrDelay = PROGRESS_MICROSECONDS
+        return original(name, config)
+
+    with _patching:
+        bindings.nixlAgent = make
+        try:
+            yield
+        finally:
+            bindings.nixlAgent = original
 
 
 def _redirect_logger() -> None:

@@ -10,6 +10,7 @@ import pytest
 from dcpjax.errors import PeerError, TransferError
 from dcpjax.transfer import mooncake, nixl
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric
+from dcpjax.transfer.memory import RankMemory
 from tests.transfer.engines import NUM_TOKENS, Elsewhere, Engine, Here, simulated
 
 FINAL_SECONDS = 30
@@ -330,3 +331,17 @@ def test_a_page_in_the_wrong_place_is_noticed():
     assert target.wait(target.submit("source", hello, 0, NUM_TOKENS), 0) == "done"
     expected, _ = simulated("target", 1).expected(range(NUM_TOKENS))
     assert not np.array_equal(target.data, expected)
+
+
+def test_an_agent_that_nobody_talks_to_takes_no_processor_time():
+    try:
+        backend = nixl.NixlBackend()
+    except TransferError as error:
+        pytest.skip(str(error))
+    memory = np.zeros(4096, np.uint8)
+    size = memory.nbytes
+    backend.register([RankMemory(memory.ctypes.data, 1, size, size, size, 1)])
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.5  # a thread that never rests takes 1
+    backend.close()
