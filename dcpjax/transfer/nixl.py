@@ -255,7 +255,7 @@ def _calm_progress_thread(library: ModuleType) -> Iterator[None]:
     The library's Python half asks for 0, which it has no argument for: then the thread of every
     agent keeps a processor core busy for ever, also of one that nobody talks to.
     """
-    bindings = importlib.import_module(f"{library.__name__}._bindings")
+    bindings: Any = importlib.import_module(f"{library.__name__}._bindings")
     original = bindings.nixlAgent
 
     def make(name: str, config: Any) -> Any:
