@@ -53,6 +53,8 @@ async def test_a_refused_request_takes_its_companions_along(engine: CountUpEngin
             await client.open([request(1), Request("empty", (), SamplingParams())])
         assert client.num_open == 0
         await client.wait_idle()
+        for _ in range(2):  # a step lies between two calls that are waited for
+            await client.call(lambda engine: None)
         assert [len(engine.aborted), engine.has_work] == [1, False]
         stream = await client.open([request(5)])
         assert len([output async for output in stream]) == 3
