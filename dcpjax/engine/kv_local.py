@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,18 +134,16 @@ class LocalKV:
             token_bytes=self.info.token_bytes,
             num_pages=len(staging.page_ids),
         )
-        try:
-            for plan, is_staged in plans:
-                bound = bind(plan, source, target, staging=staging if is_staged else None)
-                self._read(peer, plan, bound)
-                put_in_order(bound, self.info, peer.page_size)
-        except UnsettledError as error:
-            error.when_settled(self._staging_lock.release)
-            raise
-        except BaseException:
-            self._staging_lock.release()
-            raise
-        self._staging_lock.release()
+        with ExitStack() as held:
+            held.callback(self._staging_lock.release)
+            try:
+                for plan, is_staged in plans:
+                    bound = bind(plan, source, target, staging=staging if is_staged else None)
+                    self._read(peer, plan, bound)
+                    put_in_order(bound, self.info, peer.page_size)
+            except UnsettledError as error:
+                error.when_settled(held.pop_all().close)
+                raise
 
     def _read(self, peer: EngineInfo, plan: TransferPlan, bound: BoundTransfer) -> None:
         with self._moving(peer, plan, bound) as handle:

@@ -42,8 +42,6 @@ _SWEEPS_PER_LEASE = 20
 _PUSH_THREADS = 2
 _CLOSE_SECONDS = 10.0
 """What is being written has so long to arrive when this engine closes."""
-
-
 _FORGET_SECONDS = 3600.0
 """A target that has asked for nothing for so long is left: it may have been restarted, with another
 engine id. One that is still there says Hello again, since it leaves idle sources much earlier."""
@@ -205,23 +203,21 @@ class KVSource:
         return welcome(self._local.info)
 
     def _push(self, call: Push, target: EngineInfo, export: KVExport) -> Pushed:
-        try:
-            page_ids = unpack_page_ids(call.page_ids, num_pages=_fewest_pages(target))
-            span = range(call.first_token, call.num_tokens)
-            if span.stop > export.num_tokens:
-                raise PeerError(
-                    "only tokens that were computed are sent",
-                    num_tokens=span.stop,
-                    computed=export.num_tokens,
-                )
-            self._local.push(target, page_ids, export.page_ids, span)
-        except Exception:
-            self._local.stats.add(num_failed=1)
-            raise
+        page_ids = unpack_page_ids(call.page_ids, num_pages=_fewest_pages(target))
+        span = range(call.first_token, call.num_tokens)
+        if span.stop > export.num_tokens:
+            raise PeerError(
+                "only tokens that were computed are sent",
+                num_tokens=span.stop,
+                computed=export.num_tokens,
+            )
+        self._local.push(target, page_ids, export.page_ids, span)
         return Pushed()
 
     def _push_ended(self, request_id: str, push: Future[Pushed]) -> None:
         """It is over, or was cancelled before it began."""
+        if not push.cancelled() and push.exception() is not None:
+            self._local.stats.add(num_failed=1)
         with self._lock:
             self._pushes[request_id].remove(push)
             if not self._pushes[request_id]:
