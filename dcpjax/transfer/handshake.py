@@ -13,6 +13,7 @@ import msgspec
 from dcpjax.errors import PeerError, TransferError
 from dcpjax.layout import KVPlacement
 from dcpjax.layout.placement import KVShare
+from dcpjax.transfer.check import check_region
 from dcpjax.transfer.memory import RankMemory
 from dcpjax.transfer.messages import MAX_PAGES, MAX_RANKS, Digest, Hello, Id, Version, Welcome
 
@@ -258,8 +259,7 @@ def _check_range(rank: int, region: RankMemory) -> None:
 
 def _check_region(rank: int, share: KVShare, region: RankMemory, info: EngineInfo) -> None:
     """No value of a page lies inside another one, or outside its page."""
-    if region.address == 0:
-        raise TransferError("a rank that holds something has an address", rank=rank)
+    check_region("described", rank, share, info.page_size, region)
     if region.token_bytes != info.token_bytes:
         raise TransferError(
             "a region has the engine's token_bytes",
@@ -267,16 +267,3 @@ def _check_region(rank: int, share: KVShare, region: RankMemory, info: EngineInf
             region=region.token_bytes,
             token_bytes=info.token_bytes,
         )
-    needed = {
-        "head_stride": info.page_size * region.token_bytes,
-        "layer_stride": share.num_heads * region.head_stride,
-        "page_stride": share.num_layers * region.layer_stride,
-    }
-    for name, num_bytes in needed.items():
-        if getattr(region, name) < num_bytes:
-            raise TransferError(
-                f"{name} has room for what it steps over",
-                rank=rank,
-                needed=num_bytes,
-                **{name: getattr(region, name)},
-            )

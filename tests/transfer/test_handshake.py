@@ -118,15 +118,15 @@ def with_region(**changes: int) -> dict[str, Any]:
         ({"token_bytes": 256}, "rank=0, region=512, token_bytes=256"),
         ({"token_bytes": 2**31}, "token_bytes=2147483648"),
         (with_region(token_bytes=511), "region=511, token_bytes=512"),
-        (with_region(address=0), "has an address .rank=0"),
+        (with_region(address=0), "holds something has memory .rank=0, address=0"),
         (with_region(address=-1), "address=-1"),
         (with_region(address=MAX_ADDRESS), "addresses into 63"),
         (with_region(num_pages=-1), "num_pages=-1"),
         (with_region(num_pages=MAX_PAGES + 1), "page ids fit into 31 bits"),
         (with_region(num_pages=MAX_PAGES, page_stride=2**40), "num_pages=2147483647"),
-        (with_region(head_stride=16 * 512 - 1), "head_stride has room.*needed=8192.*=8191"),
-        (with_region(layer_stride=16 * 512 - 1), "layer_stride has room.*needed=8192.*=8191"),
-        (with_region(page_stride=1), "page_stride has room.*needed=245760, page_stride=1"),
+        (with_region(head_stride=16 * 512 - 1), "head_stride of .*head_stride=8191, least=8192"),
+        (with_region(layer_stride=16 * 512 - 1), "layer_stride of .*layer_stride=8191, least=8192"),
+        (with_region(page_stride=1), "page_stride of .*page_stride=1, least=245760"),
         (with_region(device_id=-1), "device_id=-1"),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_rank_that_holds_nothing_needs_no_memory() -> None:
     placement = KVPlacement.layer_split(2, layers=1, kv_heads=3, page_size=16)
     nothing = RankMemory(0, 0, 0, 0, 0, 0)
     engine(placement, regions=(regions(placement)[0], nothing))
-    with pytest.raises(TransferError, match="has an address"):
+    with pytest.raises(TransferError, match="holds something has memory"):
         engine(placement, regions=(nothing, regions(placement)[1]))
 
 
