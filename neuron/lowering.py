@@ -1,0 +1,103 @@
+"""From a ``shard_map`` over a mesh to the program of one rank, without the devices.
+
+A mesh axis is manual inside ``shard_map``: its body already is the program of a rank, collectives
+and groups included. It is taken out of the lowered module before any partitioner has run, so
+neither the ranks' devices nor a compilation are needed, and all ranks have one program by
+construction. (``tests/neuron/test_lowering.py`` compares it with what XLA's partitioner makes.)
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+# The conversion from StableHLO to HLO has no public name; `compiler_ir("hlo")` is the same call.
+from jax._src.lib import xla_client
+from jax.sharding import AbstractMesh, AxisType
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
+
+from neuron.errors import LoweringError
+from neuron.normalise import normalise
+
+
+def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
+    """A mesh of so many ranks along each axis, without devices."""
+    names, sizes = tuple(shape), tuple(shape.values())
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def lower(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    name: str,
+    aliases: dict[int, int],
+) -> Any:
+    """The normalised HloModuleProto of one rank.
+
+    Args:
+        function: one ``jax.shard_map`` over all axes of its mesh.
+        arguments: pytrees of jax.ShapeDtypeStruct with shardings over that mesh.
+        aliases: {flat output: flat input} that share memory.
+
+    Raises:
+        LoweringError: it is anything else than one ``shard_map``.
+    """
+    traced = jax.jit(function, keep_unused=True).trace(*arguments)
+    module = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
+    assert isinstance(module, ir.Module)
+    with module.context, ir.Location.unknown():
+        _replace_main(module)
+    return normalise(_to_hlo(module), name, aliases)
+
+
+def _replace_main(module: Any) -> None:
+    """Let the body of the ``shard_map`` be the whole of ``main``."""
+    main = next(op for op in module.body if _is_main(op))
+    body = _manual_body(main)
+    kind = ir.FunctionType.get(
+        [argument.type for argument in body.arguments],
+        [operand.type for operand in body.operations[-1].operands],
+    )
+    with ir.InsertionPoint(main):
+        local = func.FuncOp("main", kind, visibility="public")
+    entry = local.add_entry_block()
+    for inner, outer in zip(body.arguments, entry.arguments, strict=True):
+        inner.replace_all_uses_with(outer)
+    *operations, end = body.operations
+    for operation in operations:
+        entry.append(operation)
+    with ir.InsertionPoint(entry):
+        func.ReturnOp(list(end.operands))
+    main.erase()
+    module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(
+        ir.IntegerType.get_signless(32), 1
+    )
+
+
+def _is_main(operation: Any) -> bool:
+    return isinstance(operation, func.FuncOp) and operation.name.value == "main"
+
+
+def _manual_body(main: Any) -> Any:
+    operations = [op.operation for op in main.entry_block]
+    if [op.name for op in operations] != ["sdy.manual_computation", "func.return"]:
+        raise LoweringError(
+            "a program is one shard_map over all ranks and nothing beside it",
+            operations=[op.name for op in operations],
+        )
+    manual, end = operations
+    if list(end.operands) != list(manual.results):
+        raise LoweringError("a program returns the results of its shard_map as they are")
+    return manual.regions[0].blocks[0]
+
+
+def _to_hlo(module: Any) -> bytes:
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(bytecode)
+    computation = xla_client._xla.mlir.mlir_module_to_xla_computation(
+        bytecode.getvalue(), use_tuple_args=False, return_tuple=True
+    )
+    return computation.as_serialized_hlo_module_proto()
