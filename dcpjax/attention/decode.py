@@ -14,8 +14,13 @@ from jaxtyping import Float, Shaped
 
 from dcpjax.attention.block import Block
 from dcpjax.attention.merge import MERGES
-from dcpjax.attention.segment import segment_attention, segments_attention
+from dcpjax.attention.segment import (
+    segment_attention,
+    segments_attention,
+    static_segments_attention,
+)
 from dcpjax.cache.pool import write_tokens
+from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import DCP
 
 
@@ -29,6 +34,7 @@ def decode_attention(
     *,
     scale: float,
     comm_backend: str,
+    form: StepForm = DYNAMIC,
     heads_gathered: bool = False,
 ) -> Float[Array, "T hd Dv"]:
     """Attend, and give each DCP rank the merged outputs of its share of the heads (float32).
@@ -40,7 +46,7 @@ def decode_attention(
     """
     if block.sharding.ranks > 1 and not heads_gathered:
         q = lax.all_gather(q, DCP, axis=1, tiled=True)
-    out, lse = attend_block(q, own_k, own_v, pool, layer, block, scale=scale)
+    out, lse = attend_block(q, own_k, own_v, pool, layer, block, scale=scale, form=form)
     if block.sharding.ranks > 1:
         out = MERGES[comm_backend](out, lse, DCP, scatter=1)
     return out
@@ -64,10 +70,12 @@ def attend_block(
     block: Block,
     *,
     scale: float,
+    form: StepForm = DYNAMIC,
 ) -> tuple[Float[Array, "T H Dv"], Float[Array, "T H"]]:
     """Partial attention of all segments of a block to what this rank holds.
 
-    Prompt chunks one after the other, each of which is work enough for a loop of its own.
+    With reads of dynamic length, prompt chunks go one after the other, each of which is work enough
+    for a loop of its own.
     """
     is_real = (block.own < block.num_tokens[:, None])[..., None, None]
     own_v = jnp.where(is_real, own_v, jnp.zeros((), own_v.dtype))  # 0 · NaN of padding is NaN
@@ -87,7 +95,9 @@ def attend_block(
             layer=layer,
         )
 
-    if block.rows == 1:
+    if form.static_reads:
+        out, lse = attend(partial(static_segments_attention, read_tokens=form.read_tokens), segments)
+    elif block.rows == 1:
         out, lse = attend(segment_attention, jax.tree.map(lambda x: x[0], segments))
     elif block.width == 1:
         out, lse = attend(segments_attention, segments)

@@ -19,6 +19,7 @@ from dcpjax.attention.decode import attend_block
 from dcpjax.attention.merge import MERGES, merge_scattered
 from dcpjax.attention.segment import segment_attention
 from dcpjax.errors import LayoutError
+from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.layout import global_position, window_order
 from dcpjax.mesh import DCP
 
@@ -33,6 +34,7 @@ def prefill_attention(
     *,
     scale: float,
     comm_backend: str,
+    form: StepForm = DYNAMIC,
 ) -> Float[Array, "B S H Dv"]:
     """Attend with all queries, and return the merged outputs of this rank's own tokens (float32).
 
@@ -40,7 +42,7 @@ def prefill_attention(
     """
     q = gather_tokens(own_q, block)
     out, lse = attend_block(
-        q.reshape(-1, *q.shape[2:]), own_k, own_v, pool, layer, block, scale=scale
+        q.reshape(-1, *q.shape[2:]), own_k, own_v, pool, layer, block, scale=scale, form=form
     )
     out, lse = (x.reshape(block.rows, block.width, *x.shape[1:]) for x in (out, lse))
     order = _rank_major_order(block)

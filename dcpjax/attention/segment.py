@@ -120,6 +120,44 @@ def segments_attention(
     return jax.vmap(lambda one: _finish(one, tokens))(running)
 
 
+def static_segments_attention(
+    q: Float[Array, "B T H D"],
+    pages: Shaped[Array, "pages K P W"] | Shaped[Array, "pages L K P W"],
+    page_tables: Integer[Array, "B M"],
+    prior_lengths: Integer[Array, " B"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K Dv"],
+    positions: Integer[Array, "B S"],
+    rank: Integer[Array, ""] | int,
+    *,
+    ranks: int,
+    interleave: int,
+    scale: float,
+    layer: int | Array | None = None,
+    read_tokens: int | None = None,
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
+    """As :func:`segments_attention`, in a number of reads that is known at compile time.
+
+    Every row reads all pages of its table, all rows together: the table is as wide as the longest
+    sequence of the batch needs. ``read_tokens`` are read at a time.
+    """
+    begin = jax.vmap(
+        lambda q, length, k, v, positions: _begin(
+            q, pages, length, k, v, positions, rank, ranks, interleave, scale
+        )
+    )(q, prior_lengths, k, v, positions)
+    tokens, width = q.shape[1], page_tables.shape[1]
+    prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale, read_tokens)
+
+    def read(index: Array, segments: _Segment) -> _Segment:
+        read_one = partial(prior.read_chunk, index)
+        return jax.vmap(read_one)(segments, page_tables)
+
+    num_reads = -(-width // prior.chunk_pages)
+    read_all = lax.fori_loop(0, num_reads, read, begin)
+    return jax.vmap(lambda one: _finish(one, tokens))(read_all.running)
+
+
 def _row(rows: Any, row: Array) -> Any:
     """One row of all arrays."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False), rows)
@@ -174,10 +212,11 @@ class _Prior:
     key_width: int
     value_width: int
     scale: float
+    read_tokens: int | None = None
 
     @property
     def chunk_pages(self) -> int:
-        tokens = READ_TOKENS[self.num_queries > MANY_QUERIES]
+        tokens = self.read_tokens or READ_TOKENS[self.num_queries > MANY_QUERIES]
         return max(1, min(tokens // self.pages.shape[-2], self.table_width))
 
     @property

@@ -30,7 +30,12 @@ class PoolShape:
     num_heads: int  # of the placed array: copies included
     page_size: int
     width: int
-    dtype: jnp.dtype  # of the values, not of the storage
+    dtype: jnp.dtype  # of the values
+    is_native: bool = False  # stored as this type
+
+    @property
+    def storage_dtype(self) -> jnp.dtype:
+        return formats.storage_dtype(self.dtype, native=self.is_native)
 
     @property
     def scratch_page(self) -> int:
@@ -54,9 +59,7 @@ class PoolShape:
 
 def allocate_pool(shape: PoolShape, mesh: Mesh) -> Array:
     """A pool of zeros on the devices of the mesh."""
-    make = partial(
-        jnp.zeros, shape.array_shape(mesh.shape[DCP]), formats.storage_dtype(shape.dtype)
-    )
+    make = partial(jnp.zeros, shape.array_shape(mesh.shape[DCP]), shape.storage_dtype)
     return jax.jit(make, out_shardings=sharding(mesh, *POOL_AXES))()
 
 

@@ -21,6 +21,7 @@ from dcpjax.layout import decode_dcp_rank
 from dcpjax.mesh import ALL_RANKS
 from dcpjax.models.weights import PlacedModel
 
+_NO_ID = float(2**24)  # above every token id
 FROM_HOST = -1
 """Source of a token id that the host knows; else the row of the previous step's tokens."""
 
@@ -95,7 +96,8 @@ def make_step(
         blocks = _blocks(shape, inputs, decode_dcp_rank(rank, sharding.ranks), sharding)
         tokens = _token_ids(shape, inputs, previous)
         hidden, pool = llama.hidden_states(tokens, blocks, pool, rank.astype(jnp.int32))
-        logits = llama.logits(jnp.take(hidden, _last_tokens(shape, inputs), axis=0))
+        last = jnp.take(hidden, _last_tokens(shape, inputs), axis=0, mode="clip")
+        logits = llama.logits(last)
         best = _most_likely(logits, rank.astype(jnp.int32), vocab_size)
         return pool, jnp.pad(best, (0, max_rows - shape.rows)), logits
 
@@ -105,6 +107,7 @@ def make_step(
         mesh=mesh,
         in_specs=(model.partitions, POOL_SPEC, whole, whole, PartitionSpec(ALL_RANKS)),
         out_specs=(POOL_SPEC, whole, PartitionSpec(None, ALL_RANKS)),
+        check_vma=False,  # an all-gather makes values equal on all ranks, which JAX cannot tell
     )
 
 
@@ -128,7 +131,7 @@ def _blocks(shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: T
 def _token_ids(shape: StepShape, inputs: dict[str, Array], previous: Array) -> Array:
     """Token ids of all blocks; a decode token may still be on the device."""
     ids, sources = inputs["token_ids"], inputs["sources"]
-    pending = jnp.take(previous, jnp.maximum(sources, 0), axis=0)
+    pending = jnp.take(previous, jnp.maximum(sources, 0), axis=0, mode="clip")
     decode = jnp.where(sources == FROM_HOST, ids[: shape.decode_rows], pending)
     return jnp.concatenate([decode, ids[shape.decode_rows :]])
 
@@ -147,15 +150,20 @@ def _most_likely(logits: Float[Array, "R v"], rank: Array, vocab_size: int) -> I
     """Argmax over the whole vocabulary from each rank's share, ties to the lowest id.
 
     As :mod:`dcpjax.sampling` has it: NaN counts as −inf, a row without a finite logit yields 0.
+    Ids are float32 on the way, which is exact below 2**24: an argmax is a reduction of pairs, and a
+    minimum over ranks one of integers, neither of which Neuron has.
     """
     share = logits.shape[-1]
-    ids = rank * share + jnp.arange(share, dtype=jnp.int32)
+    ids = (rank * share + jnp.arange(share, dtype=jnp.int32)).astype(jnp.float32)
     is_token = (ids < vocab_size)[None, :] & ~jnp.isnan(logits)
     logits = jnp.where(is_token, logits, -jnp.inf)
-    here = jnp.max(logits, axis=-1)
-    best = lax.pmax(here, ALL_RANKS)
-    candidates = jnp.where(here == best, ids[jnp.argmax(logits, axis=-1)], jnp.int32(vocab_size))
-    return lax.pmin(candidates, ALL_RANKS)
+    best = jnp.max(logits, axis=-1)
+    first = jnp.min(jnp.where(logits == best[:, None], ids[None, :], _NO_ID), axis=-1)
+    if lax.axis_size(ALL_RANKS) > 1:
+        bests, firsts = lax.all_gather(jnp.stack([best, first]), ALL_RANKS, axis=1)
+        best = jnp.max(bests, axis=0)
+        first = jnp.min(jnp.where(bests == best[None, :], firsts, _NO_ID), axis=0)
+    return first.astype(jnp.int32)
 
 
 def gather_logits(mesh: Mesh, vocab_size: int, rows: int) -> Callable[[Array], Array]:

@@ -179,8 +179,9 @@ def write_slots(
     xp = namespace(page_table, positions, valid, rank, rows)
     positions = as_array(positions, xp)
     kept = active_mask(positions, rank, ranks=ranks, interleave=interleave) & valid
-    virtual_page = xp.where(kept, positions // (ranks * page_size), xp.zeros_like(positions))
-    page = _page_ids(xp, page_table, virtual_page, rows)
+    virtual_page = positions // (ranks * page_size)
+    last = xp.full_like(positions, as_array(page_table, xp).shape[-1] - 1)
+    page = _page_ids(xp, page_table, xp.minimum(virtual_page, last), rows)
     page = xp.where(kept, page, np.int32(scratch_page))
     index = local_index(positions, ranks=ranks, interleave=interleave)
     offset = xp.where(kept, index, positions) % page_size

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Integer
 
 from dcpjax.config import ModelConfig, RopeScaling
+from dcpjax.form import StepForm
 from dcpjax.mesh import ALL_RANKS
 
 Angles = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
@@ -23,10 +24,23 @@ def parameter(
     return nnx.Param(jnp.zeros(tuple(shape), dtype), axes=tuple(axes))
 
 
-def sum_ranks(x: Array, axes: str | tuple[str, ...] = ALL_RANKS) -> Array:
-    """The sum over mesh axes; free where they have one rank (XLA:CPU would make a call of it)."""
+def sum_ranks(
+    x: Array, axes: str | tuple[str, ...] = ALL_RANKS, *, scattered: bool = False
+) -> Array:
+    """The sum over mesh axes; free where they have one rank (XLA:CPU would make a call of it).
+
+    Args:
+        scattered: as a reduce-scatter and an all-gather, see ``StepForm``.
+    """
     names = (axes,) if isinstance(axes, str) else axes
-    return lax.psum(x, axes) if math.prod(map(lax.axis_size, names)) > 1 else x
+    ranks = math.prod(map(lax.axis_size, names))
+    if ranks == 1:
+        return x
+    if not scattered:
+        return lax.psum(x, axes)
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % ranks))
+    share = lax.psum_scatter(flat, axes, tiled=True)
+    return lax.all_gather(share, axes, tiled=True)[: x.size].reshape(x.shape)
 
 
 def matmul(x: Float[Array, "T E"], weight: Float[Array, "E ..."]) -> Float[Array, "T ..."]:
@@ -54,8 +68,9 @@ class RMSNorm(nnx.Module):
 class Embedding(nnx.Module):
     """Token embedding split over the vocabulary; also the output head where the two are tied."""
 
-    def __init__(self, vocab: int, width: int, dtype: DTypeLike) -> None:
+    def __init__(self, vocab: int, width: int, dtype: DTypeLike, form: StepForm) -> None:
         self.weight = parameter((vocab, width), ("vocab", "embed"), dtype)
+        self.form = form
 
     def __call__(
         self, tokens: Integer[Array, " T"], rank: Integer[Array, ""]
@@ -63,8 +78,9 @@ class Embedding(nnx.Module):
         weight = self.weight[...]
         local = tokens - rank * weight.shape[0]
         is_here = (local >= 0) & (local < weight.shape[0])
-        rows = jnp.take(weight, jnp.where(is_here, local, 0), axis=0, mode="clip")
-        return sum_ranks(jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype)))
+        rows = jnp.take(weight, local, axis=0, mode="clip")
+        rows = jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype))
+        return sum_ranks(rows, scattered=self.form.scattered_sums)
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:
         """This rank's share of the vocabulary's logits, float32."""
@@ -84,14 +100,15 @@ class MLP(nnx.Module):
     Gate and up are one product: ``gate_up[:, 0]`` and ``gate_up[:, 1]``.
     """
 
-    def __init__(self, width: int, inner: int, dtype: DTypeLike) -> None:
+    def __init__(self, width: int, inner: int, dtype: DTypeLike, form: StepForm) -> None:
         self.gate_up = parameter((width, 2, inner), ("embed", None, "ffn"), dtype)
         self.down = parameter((inner, width), ("ffn", "embed"), dtype)
+        self.form = form
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         gate_up = matmul(x, self.gate_up[...])
         inner = nnx.silu(gate_up[:, 0]) * gate_up[:, 1]
-        return sum_ranks(matmul(inner, self.down[...]))
+        return sum_ranks(matmul(inner, self.down[...]), scattered=self.form.scattered_sums)
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[float, ...]:

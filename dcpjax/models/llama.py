@@ -18,6 +18,7 @@ from dcpjax.attention.block import Block, split_blocks
 from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
 from dcpjax.config import ModelConfig
+from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import TP, HeadLayout, padded
 from dcpjax.models.layers import (
     MLP,
@@ -35,11 +36,12 @@ from dcpjax.models.layers import (
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is spread over the mesh, and how its ranks exchange partial attention."""
+    """How a model is spread over the mesh, and how its ranks work and exchange results."""
 
     heads: HeadLayout
     comm_backend: str = "ag_rs"
     prefill_gather: str = "none"
+    form: StepForm = DYNAMIC
 
     @property
     def ranks(self) -> int:
@@ -175,6 +177,7 @@ class Attention(nnx.Module):
                 block,
                 scale=self.scale,
                 comm_backend=self.sharding.comm_backend,
+                form=self.sharding.form,
                 heads_gathered=self.sharding.prefill_gather != "none",
             )
             for q, own, block in zip(
@@ -183,7 +186,8 @@ class Attention(nnx.Module):
         ]
         out = jnp.concatenate(outs).astype(part.q.dtype)
         weight = self._output_rows(part.blocks[0].rank)
-        return sum_ranks(matmul(out.reshape(out.shape[0], -1), weight))
+        projected = matmul(out.reshape(out.shape[0], -1), weight)
+        return sum_ranks(projected, scattered=self.sharding.form.scattered_sums)
 
     def _output_rows(self, rank: Array) -> Float[Array, "hD E"]:
         """The output projection's rows of this rank's heads."""
@@ -204,9 +208,11 @@ class Attention(nnx.Module):
             block,
             scale=self.scale,
             comm_backend=self.sharding.comm_backend,
+            form=self.sharding.form,
         )
         rows = self.o[...].reshape(-1, self.o.shape[-1])
-        projected = sum_ranks(matmul(out.astype(part.q.dtype).reshape(-1, rows.shape[0]), rows), TP)
+        projected = matmul(out.astype(part.q.dtype).reshape(-1, rows.shape[0]), rows)
+        projected = sum_ranks(projected, TP, scattered=self.sharding.form.scattered_sums)
         whole = gather_tokens(projected.reshape(*part.q.shape[:2], -1), block)
         return whole.reshape(-1, rows.shape[-1])
 
@@ -217,7 +223,7 @@ class DecoderLayer(nnx.Module):
         self.attention = Attention(config, sharding, dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         inner = padded(config.intermediate_size, sharding.ranks)
-        self.mlp = MLP(config.hidden_size, inner, dtype)
+        self.mlp = MLP(config.hidden_size, inner, dtype, sharding.form)
 
     def __call__(
         self, x: Array, angles: Angles, blocks: tuple[Block, ...], pool: Array, layer: Array
@@ -240,18 +246,42 @@ def _run_layer(
     return layer(x, angles, blocks, pool, index)
 
 
+def _stack(layer: DecoderLayer, num_layers: int) -> DecoderLayer:
+    """The layer with the parameters of ``num_layers`` of its kind along a new first axis."""
+    graph, state = nnx.split(layer)
+    stacked = [
+        (path, parameter((num_layers, *one.shape), (None, *one.get_metadata("axes")), one.dtype))
+        for path, one in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(stacked))
+
+
+def _unstack(layers: DecoderLayer, index: int | Array) -> DecoderLayer:
+    """One layer of a stack."""
+    graph, state = nnx.split(layers)
+    one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), state)
+    return nnx.merge(graph, one)
+
+
 class Llama(nnx.Module):
-    """Tokens to hidden states, hidden states to logits."""
+    """Tokens to hidden states, hidden states to logits.
+
+    The layers are modules of their own, or one with all their parameters stacked, by the form.
+    """
 
     def __init__(self, config: ModelConfig, sharding: Sharding, dtype: DTypeLike) -> None:
         vocab = padded(config.vocab_size, sharding.ranks)
-        self.embedding = Embedding(vocab, config.hidden_size, dtype)
-        self.layers = nnx.List(
-            DecoderLayer(config, sharding, dtype) for _ in range(config.num_layers)
-        )
+        self.embedding = Embedding(vocab, config.hidden_size, dtype, sharding.form)
+        self.form, self.num_layers = sharding.form, config.num_layers
+        if self.form.stacked_weights:
+            self.stack = _stack(DecoderLayer(config, sharding, dtype), config.num_layers)
+        else:
+            self.layers = nnx.List(
+                DecoderLayer(config, sharding, dtype) for _ in range(config.num_layers)
+            )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:
-            self.head = Embedding(vocab, config.hidden_size, dtype)
+            self.head = Embedding(vocab, config.hidden_size, dtype, sharding.form)
         self.is_tied = config.tie_word_embeddings
         self.frequencies = rope_frequencies(config)
 
@@ -267,9 +297,19 @@ class Llama(nnx.Module):
         angles = rope_angles(
             jnp.concatenate([block.positions for block in blocks]), self.frequencies
         )
-        for index, layer in enumerate(self.layers):
-            x, pool = _run_layer(layer, x, angles, blocks, pool, jnp.int32(index))
+
+
+        def run(index: int | Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            return _run_layer(self._layer(index), carry[0], angles, blocks, carry[1], jnp.int32(index))
+
+        if self.form.stacked_weights and self.form.layers == "loop":
+            return lax.fori_loop(0, self.num_layers, run, (x, pool))
+        for index in range(self.num_layers):
+            x, pool = run(index, (x, pool))
         return x, pool
+
+    def _layer(self, index: int | Array) -> DecoderLayer:
+        return _unstack(self.stack, index) if self.form.stacked_weights else self.layers[index]
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:
         """This rank's share of the vocabulary's logits, float32."""

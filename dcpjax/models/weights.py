@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from dcpjax.config import ModelConfig, Progress
@@ -101,12 +101,33 @@ _LAYER: dict[tuple[str, ...], tuple[tuple[str, ...], Arrange]] = {
 }
 
 
-def _sources(path: tuple[Any, ...]) -> tuple[tuple[str, ...], Arrange]:
-    """Names and arrangement of the tensors that fill the parameter at ``path``."""
-    if path[0] != "layers":
-        return _TOP[path]
-    names, arrange = _LAYER[path[2:]]
-    return tuple(f"model.layers.{path[1]}.{name}" for name in names), arrange
+@dataclass(frozen=True)
+class _Source:
+    """What fills a parameter: the tensors of the model or of one layer, or of each layer."""
+
+    names: tuple[tuple[str, ...], ...]
+    arrange: Arrange
+    is_stacked: bool = False
+
+    def read(self, checkpoint: Checkpoint, layout: Sharding) -> np.ndarray:
+        """The parameter without padding."""
+        arranged = [
+            self.arrange([checkpoint.read(name) for name in names], checkpoint.config, layout)
+            for names in self.names
+        ]
+        return np.stack(arranged) if self.is_stacked else arranged[0]
+
+
+def _source(path: tuple[Any, ...], num_layers: int) -> _Source:
+    """What fills the parameter at ``path``."""
+    if path[0] not in ("layers", "stack"):
+        names, arrange = _TOP[path]
+        return _Source((names,), arrange)
+    is_stacked = path[0] == "stack"
+    layers = range(num_layers) if is_stacked else (path[1],)
+    names, arrange = _LAYER[path[1:] if is_stacked else path[2:]]
+    by_layer = (tuple(f"model.layers.{layer}.{name}" for name in names) for layer in layers)
+    return _Source(tuple(by_layer), arrange, is_stacked)
 
 
 @dataclass(frozen=True)
@@ -134,16 +155,12 @@ def place_model(
 
     Two at a time: most of it is copying, which other threads need not wait for.
     """
-    config = checkpoint.config
-    model = nnx.eval_shape(lambda: Llama(config, layout, dtype))
-    graph, state = nnx.split(model)
-    entries = nnx.to_flat_state(state)
+    graph, entries = _outline(checkpoint.config, layout, dtype)
 
     def place(entry: tuple[tuple[Any, ...], Any]) -> Array:
         path, parameter = entry
-        names, arrange = _sources(path)
-        tensors = [checkpoint.read(name) for name in names]
-        tensor = _pad(arrange(tensors, config, layout), parameter.shape)
+        tensor = _source(path, checkpoint.config.num_layers).read(checkpoint, layout)
+        tensor = _pad(tensor, parameter.shape)
         target = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
         return jax.device_put(np.ascontiguousarray(tensor, dtype=dtype), target)
 
@@ -154,6 +171,32 @@ def place_model(
             filled.append((path, parameter.replace(array)))
             if progress is not None:
                 progress("load", count, len(entries))
+    return _placed(graph, filled)
+
+
+def outline_model(
+    config: ModelConfig, layout: Sharding, mesh: Mesh | AbstractMesh, dtype: DTypeLike
+) -> PlacedModel:
+    """The model with ``jax.ShapeDtypeStruct``s for parameters: what a program is lowered from."""
+    graph, entries = _outline(config, layout, dtype)
+
+    def shape_of(parameter: Any) -> jax.ShapeDtypeStruct:
+        target = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
+        return jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=target)
+
+    return _placed(graph, [(path, one.replace(shape_of(one))) for path, one in entries])
+
+
+def _outline(
+    config: ModelConfig, layout: Sharding, dtype: DTypeLike
+) -> tuple[nnx.GraphDef[Llama], list[tuple[tuple[Any, ...], Any]]]:
+    """The model's structure, and its parameters' paths and shapes."""
+    model = nnx.eval_shape(lambda: Llama(config, layout, dtype))
+    graph, state = nnx.split(model)
+    return graph, list(nnx.to_flat_state(state))
+
+
+def _placed(graph: nnx.GraphDef[Llama], filled: list[tuple[tuple[Any, ...], Any]]) -> PlacedModel:
     leaves, tree = jax.tree.flatten(nnx.from_flat_state(filled))
     return PlacedModel(graph, tree, tuple(leaves), tuple(leaf.sharding.spec for leaf in leaves))
 
