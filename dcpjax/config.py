@@ -20,7 +20,9 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a"]
 PrefillGather = Literal["none", "q"]
 LoadFormat = Literal["auto", "dummy"]
-Device = Literal["auto", "cpu", "gpu"]
+Device = Literal["auto", "cpu", "gpu", "neuron"]
+KVDTypeName = Literal["auto", "float32", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3"]
+StepFormName = Literal["auto", "dynamic", "static", "unrolled"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 KVConnector = Literal[
     "NixlConnector", "NeuronNixlConnector", "MooncakeConnector", "InProcessConnector"
@@ -250,7 +252,10 @@ class EngineConfig:
     dtype: DTypeName = _option(
         "auto", "type of weights and activations; auto: float32 on CPU, the checkpoint's elsewhere"
     )
-    kv_cache_dtype: DTypeName = _option("auto", "type of cached keys and values; auto: as --dtype")
+    kv_cache_dtype: KVDTypeName = _option(
+        "auto",
+        "type of cached keys and values; auto: as --dtype, fp8: float8_e4m3fn (Trn2: float8_e4m3)",
+    )
     tensor_parallel_size: int = _option(
         1, "ranks that share the weights, DCP ranks included", "-tp"
     )
@@ -282,6 +287,11 @@ class EngineConfig:
     load_format: LoadFormat = _option("auto", "auto: read the checkpoint; dummy: random weights")
     skip_tokenizer_init: bool = _option(False, "token ids in, token ids out")
     device: Device = _option("auto", "where to run")
+    step_form: StepFormName = _option(
+        "auto",
+        "how steps are compiled; static: as Neuron needs it, layers in a loop; unrolled: static "
+        "without loops; dynamic: for CPUs and GPUs",
+    )
     seed: int = _option(0, "seed of sampling without a seed of its own, and of dummy weights")
     kv_transfer_config: KVTransferConfig | None = _option(
         None, "how KV is handed to or taken from other engines, as JSON: '{\"kv_role\": …}'"

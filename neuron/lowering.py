@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 # The conversion from StableHLO to HLO has no public name; `compiler_ir("hlo")` is the same call.
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractMesh, AxisType
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
@@ -97,7 +97,8 @@ def _manual_body(main: Any) -> Any:
 def _to_hlo(module: Any) -> bytes:
     bytecode = io.BytesIO()
     module.operation.write_bytecode(bytecode)
-    computation = xla_client._xla.mlir.mlir_module_to_xla_computation(
+    convert: Any = xla_client._xla.mlir  # pyright: ignore[reportPrivateImportUsage]
+    computation = convert.mlir_module_to_xla_computation(
         bytecode.getvalue(), use_tuple_args=False, return_tuple=True
     )
     return computation.as_serialized_hlo_module_proto()

@@ -95,8 +95,8 @@ def attend_block(
             layer=layer,
         )
 
-    if form.static_reads:
-        out, lse = attend(partial(static_segments_attention, read_tokens=form.read_tokens), segments)
+    if form.is_static:
+        out, lse = attend(partial(static_segments_attention, form=form), segments)
     elif block.rows == 1:
         out, lse = attend(segment_attention, jax.tree.map(lambda x: x[0], segments))
     elif block.width == 1:

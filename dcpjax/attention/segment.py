@@ -18,6 +18,7 @@ from jaxtyping import Float, Integer, Shaped
 from dcpjax.attention.current import attend_current, flatten_heads, group_queries, own_bounds
 from dcpjax.attention.softmax import Running, attend, finish
 from dcpjax.cache import formats
+from dcpjax.form import StepForm, repeat
 from dcpjax.layout import active_mask, local_filled
 
 READ_TOKENS = {False: 256, True: 512}
@@ -134,12 +135,12 @@ def static_segments_attention(
     interleave: int,
     scale: float,
     layer: int | Array | None = None,
-    read_tokens: int | None = None,
+    form: StepForm,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """As :func:`segments_attention`, in a number of reads that is known at compile time.
 
     Every row reads all pages of its table, all rows together: the table is as wide as the longest
-    sequence of the batch needs. ``read_tokens`` are read at a time.
+    sequence of the batch needs.
     """
     begin = jax.vmap(
         lambda q, length, k, v, positions: _begin(
@@ -147,14 +148,14 @@ def static_segments_attention(
         )
     )(q, prior_lengths, k, v, positions)
     tokens, width = q.shape[1], page_tables.shape[1]
-    prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale, read_tokens)
+    prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale, form.read_tokens)
 
-    def read(index: Array, segments: _Segment) -> _Segment:
-        read_one = partial(prior.read_chunk, index)
+    def read(index: Any, segments: _Segment) -> _Segment:
+        read_one = partial(prior.read_chunk, jnp.asarray(index, jnp.int32))
         return jax.vmap(read_one)(segments, page_tables)
 
     num_reads = -(-width // prior.chunk_pages)
-    read_all = lax.fori_loop(0, num_reads, read, begin)
+    read_all = repeat(form, num_reads, read, begin)
     return jax.vmap(lambda one: _finish(one, tokens))(read_all.running)
 
 

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 
-from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import PoolShape
 from dcpjax.cache.prefix import PagePool
 from dcpjax.config import EngineConfig, Progress
+from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
 from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
@@ -17,16 +17,15 @@ from dcpjax.engine.kv_backends import prepare_backend
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_staging import StagingArea
-from dcpjax.engine.plan import Drain, StepShapes
+from dcpjax.engine.plan import Drain
 from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
 from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
-from dcpjax.errors import ConfigError, EngineDeadError, RequestError
+from dcpjax.errors import EngineDeadError, RequestError
 from dcpjax.layout import KVPlacement
-from dcpjax.mesh import HeadLayout, decode_mesh, find_devices, prefill_mesh
+from dcpjax.mesh import decode_mesh, find_devices, prefill_mesh
 from dcpjax.models.checkpoint import Checkpoint, fingerprint
-from dcpjax.models.llama import Sharding
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
 from dcpjax.transfer.backend import TransferBackend
 
@@ -37,6 +36,8 @@ class Engine:
     Construction loads the weights and compiles every shape; ``progress(what, done, total)`` hears
     of it. ``scheduler`` and ``runner`` are its two halves, host and devices.
     """
+
+    runner_type: type[Runner] = Runner
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, *, progress: Progress | None = None
@@ -49,30 +50,25 @@ class Engine:
         devices = find_devices(config.tensor_parallel_size, platform)
         make_mesh = prefill_mesh if config.apply_prefill_dcp else decode_mesh
         self._mesh = make_mesh(devices, config.decode_context_parallel_size)
-        self.dtype = _value_dtype(config.dtype, devices[0].platform, checkpoint.dtype)
-        self._heads = HeadLayout(
-            self.model_config.num_heads,
-            self.model_config.num_kv_heads,
-            config.head_groups,
-            config.decode_context_parallel_size,
+        self.blueprint = Blueprint(
+            config, self.model_config, devices[0].platform, checkpoint.dtype, _fp8(devices[0])
         )
+        self.max_model_len = self.blueprint.max_model_len
         transfer = config.kv_transfer_config
         engine_id = new_engine_id(None if transfer is None else transfer.engine_id)
         backend = prepare_backend(config, self.model_config, engine_id, devices[0].platform)
-        self.max_model_len = _max_model_len(config, self.model_config.max_position_embeddings)
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
             self.pool_shape = self._choose_pool()  # takes what the weights have left
-            shapes = self._step_shapes()
             self._pages = PagePool(self.pool_shape.num_pages, config.virtual_page_size)
             self.scheduler = Scheduler(
                 self._pages,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.max_model_len,
-                shapes=shapes,
+                shapes=self.blueprint.step_shapes,
                 enable_prefix_caching=config.enable_prefix_caching,
             )
-            self.runner = self._make_runner(model, shapes)
+            self.runner = self._make_runner(model)
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
         self._wake: Callable[[], None] = lambda: None
@@ -83,63 +79,31 @@ class Engine:
         self._is_dead = False
 
     def _choose_pool(self) -> PoolShape:
-        config, model = self.config, self.model_config
-        dtype = config.kv_cache_dtype
-        shape = PoolShape(
-            num_pages=1,
-            num_layers=model.num_layers,
-            num_heads=self._heads.groups * self._heads.group_kv_heads,
-            page_size=config.block_size,
-            width=2 * model.head_dim,
-            dtype=self.dtype if dtype == "auto" else jnp.dtype(dtype),
-        )
-        return choose_num_pages(shape, config, self.max_model_len, self._mesh)
-
-    def _step_shapes(self) -> StepShapes:
-        # One-row products of 16-bit values are several times slower than two-row ones on XLA:CPU.
-        least = 2 if self.dtype == jnp.bfloat16 else 1
-        return StepShapes(
-            decode_rows=decode_buckets(least, self.config.max_num_seqs),
-            prefill=prefill_buckets(self.config),
-        )
+        shape = self.blueprint.pool_shape(num_pages=1)
+        return choose_num_pages(shape, self.config, self.max_model_len, self._mesh)
 
     def _place_model(self, checkpoint: Checkpoint, progress: Progress | None) -> PlacedModel:
-        config = self.config
-        sharding = Sharding(self._heads, config.dcp_comm_backend, config.prefill_gather)
-        return place_model(checkpoint, sharding, self._mesh, self.dtype, progress)
+        sharding, dtype = self.blueprint.sharding, self.blueprint.dtype
+        return place_model(checkpoint, sharding, self._mesh, dtype, progress)
 
-    def _make_runner(self, model: PlacedModel, shapes: StepShapes) -> Runner:
-        config = self.config
-        return Runner(
+    def _make_runner(self, model: PlacedModel) -> Runner:
+        return self.runner_type(
             model,
             self._mesh,
             self.pool_shape,
-            TokenSharding(
-                ranks=config.decode_context_parallel_size,
-                interleave=config.interleave,
-                page_size=config.block_size,
-                scratch_page=self.pool_shape.scratch_page,
-            ),
-            shapes,
-            table_width=self._pages.num_pages_for(self.max_model_len),
+            self.blueprint.token_sharding(self.pool_shape),
+            self.blueprint.step_shapes,
+            table_widths=self.blueprint.table_widths,
             vocab_size=self.model_config.vocab_size,
-            max_num_seqs=config.max_num_seqs,
-            seed=config.seed,
+            max_num_seqs=self.config.max_num_seqs,
+            seed=self.config.seed,
+            form=self.blueprint.form,
         )
 
     @property
     def placement(self) -> KVPlacement:
         """Which rank holds which layers, heads and tokens of the cache."""
-        is_prefill_order = self.config.apply_prefill_dcp
-        make = KVPlacement.prefill_dcp if is_prefill_order else KVPlacement.decode
-        return make(
-            self.config.tensor_parallel_size,
-            self.config.decode_context_parallel_size,
-            layers=self.model_config.num_layers,
-            kv_heads=self.model_config.num_kv_heads,
-            page_size=self.config.block_size,
-            interleave=self.config.interleave,
-        )
+        return self.blueprint.placement
 
     def _make_handoff(
         self, engine_id: str, backend: TransferBackend | None, checkpoint: Checkpoint
@@ -156,7 +120,7 @@ class Engine:
             self.model_config,
             engine_id=engine_id,
             weights=fingerprint(checkpoint),
-            dtype=str(self.dtype),
+            dtype=str(self.blueprint.dtype),
             pool=self.pool_shape,
             placement=self.placement,
             regions=regions,
@@ -279,7 +243,7 @@ class Engine:
             "cp_kv_cache_interleave_size": self.config.interleave,
             "audit": {
                 "steps": len(audits),
-                "temporary_bytes": max(audit.temporary_bytes for audit in audits),
+                "temporary_bytes": max((audit.temporary_bytes for audit in audits), default=0),
             },
         }
 
@@ -298,49 +262,10 @@ class Engine:
         self.runner.close()
 
 
-def decode_buckets(least: int, most: int) -> tuple[int, ...]:
-    """Numbers of decode rows that are compiled: powers of two from ``least``, and ``most``."""
-    sizes = [least]
-    while sizes[-1] * 2 < most:
-        sizes.append(sizes[-1] * 2)
-    return (*sizes, max(most, least)) if sizes[-1] < most else tuple(sizes)
-
-
-def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, width) of the prompt blocks: one long chunk, a short one, several short ones.
-
-    Widths are multiples of ranks · interleave, so that every window holds as many tokens of each
-    rank.
-    """
-    cycle = config.decode_context_parallel_size * config.interleave
-
-    def whole(width: int) -> int:
-        return max(cycle, width // cycle * cycle)
-
-    longest = whole(config.max_num_batched_tokens)
-    short = whole(min(64, longest))
-    several = min(4, config.max_num_seqs, longest // short)
-    return tuple(dict.fromkeys([(1, short), (max(1, several), short), (1, longest)]))
-
-
-def _value_dtype(name: str, platform: str, stored: str) -> jnp.dtype:
-    """Type of weights and activations; "auto": float32 on CPU, the checkpoint's elsewhere."""
-    if name == "auto":
-        is_wide = platform == "cpu" or stored == "float32"
-        return jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16)
-    return jnp.dtype(name)
-
-
-def _max_model_len(config: EngineConfig, trained: int) -> int:
-    if config.max_model_len is None:
-        return trained
-    if config.max_model_len > trained:
-        raise ConfigError(
-            "max_model_len is at most the context length that the model was made for",
-            max_model_len=config.max_model_len,
-            max_position_embeddings=trained,
-        )
-    return config.max_model_len
+def _fp8(device: jax.Device) -> str:
+    """The 8-bit type that the device has. Trn2 (``NC_v3``) has the one with infinities."""
+    is_trn2 = device.platform == "neuron" and device.device_kind.startswith("NC_v3")
+    return "float8_e4m3" if is_trn2 else "float8_e4m3fn"
 
 
 def _check_tokens(request: Request, vocab_size: int) -> None:

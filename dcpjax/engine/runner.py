@@ -6,7 +6,7 @@ nothing can be compiled later.
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,8 +24,16 @@ from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import Segment, StepPlan, StepShapes
 from dcpjax.engine.request import TokenLogprobs
 from dcpjax.engine.sampler import SampledTokens, Sampler, SamplingForm
-from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, gather_logits, make_step
+from dcpjax.engine.step import (
+    FROM_HOST,
+    StepResult,
+    StepShape,
+    fetch_logits,
+    gather_logits,
+    make_step,
+)
 from dcpjax.errors import AuditError
+from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import ALL_RANKS
 from dcpjax.models.weights import PlacedModel
 from dcpjax.transfer.memory import RankMemory
@@ -62,14 +70,15 @@ class Runner:
         sharding: TokenSharding,
         shapes: StepShapes,
         *,
-        table_width: int,
+        table_widths: Sequence[int],
         vocab_size: int,
         max_num_seqs: int,
         seed: int,
+        form: StepForm = DYNAMIC,
     ) -> None:
         self._model, self._mesh, self._sharding = model, mesh, sharding
-        self._vocab_size = vocab_size
-        self._shapes = _step_shapes(shapes, table_width)
+        self._vocab_size, self._form = vocab_size, form
+        self._shapes = _step_shapes(shapes, table_widths)
         self._max_rows = max(shape.rows for shape in self._shapes)
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
         self._pool = allocate_pool(pool_shape, mesh)
@@ -82,7 +91,7 @@ class Runner:
         )
         self._steps: dict[StepShape, Callable] = {}
         self._sampler = Sampler(
-            mesh.devices.flat[0],
+            jax.devices("cpu")[0] if form.samples_on_host else mesh.devices.flat[0],
             vocab_size=vocab_size,
             max_num_seqs=max_num_seqs,
             max_rows=self._max_rows,
@@ -92,7 +101,7 @@ class Runner:
             shape.rows: gather_logits(mesh, vocab_size, self._sampler.bucket(shape.rows))
             for shape in self._shapes
         }
-        self._tables = PageTables(max_num_seqs, table_width, pool_shape.scratch_page)
+        self._tables = PageTables(max_num_seqs, max(table_widths), pool_shape.scratch_page)
         self.audits: tuple[StepAudit, ...] = ()
 
     @property
@@ -139,7 +148,8 @@ class Runner:
         with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:
             compiled = dict(zip(programs, executor.map(compile_one, programs), strict=True))
             self._steps = {shape: compiled[shape] for shape in self._shapes}
-            self.audits = tuple(executor.map(self._audit, self._shapes))
+            if self._form.is_audited:
+                self.audits = tuple(executor.map(self._audit, self._shapes))
         self._sampler.install({form: compiled[form] for form in self._sampler.programs})
         for shape in self._shapes:
             self._run_once(shape)
@@ -154,11 +164,12 @@ class Runner:
             max_rows=self._max_rows,
         )
         packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32, sharding=self._replicated)
-        return (
-            jax.jit(step, donate_argnums=1)
-            .lower(self._model.parameters, self._pool, packed, self._previous, self._rank_ids)
-            .compile()
-        )
+        arguments = (self._model.parameters, self._pool, packed, self._previous, self._rank_ids)
+        return self.compile_step(step, arguments, str(shape))
+
+    def compile_step(self, step: Callable, arguments: tuple, name: str) -> Callable:
+        """What runs a step: the function compiled for such arguments, the pool donated."""
+        return jax.jit(step, donate_argnums=1).lower(*arguments).compile()
 
     def _audit(self, shape: StepShape) -> StepAudit:
         share = self._pool.sharding.shard_shape(self._pool.shape)
@@ -169,14 +180,19 @@ class Runner:
 
         The first run of a program takes longer than the next ones.
         """
-        before = _addresses(self._pool)
+        before = self._addresses()
         result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
         sampled = self._sampler.sample(self._whole_logits(result.logits), {})
         self._previous = jax.block_until_ready(jax.device_put(sampled.ids, self._replicated))
-        if (after := _addresses(self._pool)) != before:
+        if (after := self._addresses()) != before:
             raise AuditError(
                 "a step moved the KV pool", step=str(shape), before=before, after=after
             )
+
+    def _addresses(self) -> list[int]:
+        """Where the pool lies; nothing where the devices do not say it."""
+        shards = self._pool.addressable_shards if self._form.is_audited else ()
+        return [shard.data.unsafe_buffer_pointer() for shard in shards]
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Start a step. Returns at once; the next plan may build on its tokens."""
@@ -201,20 +217,25 @@ class Runner:
         self._pool = result.pool
         return result
 
-    def _whole_logits(self, logits: Array) -> Array:
-        """All logits on the first device."""
+    def _whole_logits(self, logits: Array) -> Array | np.ndarray:
+        """All logits, on the first device or where they are sampled."""
+        if self._form.samples_on_host:
+            return fetch_logits(logits, self._vocab_size, self._sampler.bucket(logits.shape[0]))
         return self._gather[logits.shape[0]](logits).addressable_shards[0].data
 
     def _shape_of(self, plan: StepPlan) -> StepShape:
         """The smallest compiled shape that the plan fits into."""
+        stop = max((segment.stop for segment in plan.segments), default=0)
+        num_pages = -(-stop // (self._sharding.ranks * self._sharding.page_size))
         fitting = (
             shape
             for shape in self._shapes
-            if shape.decode_rows >= len(plan.decode)
+            if shape.table_width >= num_pages
+            and shape.decode_rows >= len(plan.decode)
             and shape.prefill_rows >= len(plan.prefill)
             and (not plan.prefill or shape.prefill_width >= plan.prefill_width)
         )
-        return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows))
+        return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows, shape.table_width))
 
     def _pack(self, shape: StepShape, plan: StepPlan) -> np.ndarray:
         """The plan as one int32 array; unused rows have no tokens and only scratch pages."""
@@ -223,7 +244,8 @@ class Runner:
         views["page_tables"][:] = self._pool_shape.scratch_page
         views["sources"][:] = FROM_HOST
         for row, segment in _rows(plan, shape):
-            views["page_tables"][row] = self._tables.of(segment.request)
+            table = self._tables.of(segment.request)
+            views["page_tables"][row] = table[: shape.table_width]
             views["prior_lengths"][row] = segment.start
             views["num_tokens"][row] = segment.num_tokens
             if segment.token_is_pending:
@@ -242,11 +264,12 @@ class Runner:
         return shape.decode_rows + (row - shape.decode_rows) * shape.prefill_width
 
 
-def _step_shapes(shapes: StepShapes, table_width: int) -> list[StepShape]:
+def _step_shapes(shapes: StepShapes, table_widths: Sequence[int]) -> list[StepShape]:
     """Decode alone in every size; prompts beside the most decode rows, which then cost little."""
     most = max(shapes.decode_rows)
-    decode = [StepShape(rows, 0, 0, table_width) for rows in shapes.decode_rows]
-    return decode + [StepShape(most, rows, width, table_width) for rows, width in shapes.prefill]
+    blocks = [(rows, 0, 0) for rows in shapes.decode_rows]
+    blocks += [(most, rows, width) for rows, width in shapes.prefill]
+    return [StepShape(*block, width) for width in table_widths for block in blocks]
 
 
 def _rows(plan: StepPlan, shape: StepShape) -> list[tuple[int, Segment]]:
@@ -266,7 +289,3 @@ def _memory(share: Array, device: jax.Device) -> RankMemory:
         token_bytes=width * share.dtype.itemsize,
         device_id=0 if device.platform == "cpu" else device.local_hardware_id or 0,
     )
-
-
-def _addresses(array: Array) -> list[int]:
-    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]

@@ -154,7 +154,7 @@ class Sampler:
         row = (np.asarray([request.slot], np.int32), counts[None], in_prompt[None])
         self._state = self._reset(self._state, *jax.device_put(row, self._place))
 
-    def sample(self, logits: Array, rows: Mapping[int, Request]) -> SampledTokens:
+    def sample(self, logits: Array | np.ndarray, rows: Mapping[int, Request]) -> SampledTokens:
         """Choose tokens for these rows of ``logits`` [rows, V]; returns at once."""
         params = [request.params for request in rows.values()]
         with_logprobs = any(p.logprobs is not None for p in params)

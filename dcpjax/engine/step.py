@@ -44,7 +44,8 @@ class StepShape:
         return self.decode_rows + self.prefill_rows * self.prefill_width
 
     def __str__(self) -> str:
-        return f"{self.decode_rows}x1+{self.prefill_rows}x{self.prefill_width}"
+        blocks = f"{self.decode_rows}x1+{self.prefill_rows}x{self.prefill_width}"
+        return f"{blocks} of {self.table_width} pages"
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Shape of each array in the packed input, in order; decode rows come first."""
@@ -177,3 +178,9 @@ def gather_logits(mesh: Mesh, vocab_size: int, rows: int) -> Callable[[Array], A
         return jnp.pad(logits[:, :vocab_size], ((0, rows - logits.shape[0]), (0, 0)))
 
     return jax.jit(gather, out_shardings=whole)
+
+
+def fetch_logits(logits: Array, vocab_size: int, rows: int) -> np.ndarray:
+    """As :func:`gather_logits`, by the host and without a program."""
+    whole = np.asarray(logits)[:, :vocab_size]
+    return np.pad(whole, ((0, rows - len(whole)), (0, 0)))

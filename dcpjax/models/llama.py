@@ -6,6 +6,7 @@ hold one rank's share. Hidden states are whole on every rank between layers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from dcpjax.attention.block import Block, split_blocks
 from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
 from dcpjax.config import ModelConfig
-from dcpjax.form import DYNAMIC, StepForm
+from dcpjax.form import DYNAMIC, StepForm, repeat
 from dcpjax.mesh import TP, HeadLayout, padded
 from dcpjax.models.layers import (
     MLP,
@@ -298,17 +299,14 @@ class Llama(nnx.Module):
             jnp.concatenate([block.positions for block in blocks]), self.frequencies
         )
 
+        def run(index: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            states, pages = carry
+            number = jnp.asarray(index, jnp.int32)
+            return _run_layer(self._layer(index), states, angles, blocks, pages, number)
 
-        def run(index: int | Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            return _run_layer(self._layer(index), carry[0], angles, blocks, carry[1], jnp.int32(index))
+        return repeat(self.form, self.num_layers, run, (x, pool))
 
-        if self.form.stacked_weights and self.form.layers == "loop":
-            return lax.fori_loop(0, self.num_layers, run, (x, pool))
-        for index in range(self.num_layers):
-            x, pool = run(index, (x, pool))
-        return x, pool
-
-    def _layer(self, index: int | Array) -> DecoderLayer:
+    def _layer(self, index: Any) -> DecoderLayer:
         return _unstack(self.stack, index) if self.form.stacked_weights else self.layers[index]
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from dcpjax.config import EngineConfig
-from dcpjax.engine.engine import Engine, decode_buckets, prefill_buckets
+from dcpjax.engine.blueprint import decode_buckets, prefill_buckets
+from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import FinishReason, Request
 from dcpjax.errors import ConfigError, ContextLengthError, MeshError, RequestError
 from tests.engine.serving import Served, engine_of, finish, request_of, serve

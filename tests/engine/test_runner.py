@@ -42,6 +42,7 @@ def engine(tiny, progress):
 
 def test_every_shape_is_compiled_and_audited(engine):
     names = ["1x1+0x0", "2x1+0x0", "3x1+0x0", "3x1+1x64", "3x1+1x80"]
+    names = [f"{name} of 8 pages" for name in names]
     assert engine.runner.shape_names == names
     assert [audit.step for audit in engine.runner.audits] == names
     assert all(isinstance(audit, StepAudit) for audit in engine.runner.audits)

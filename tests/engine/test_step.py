@@ -27,8 +27,8 @@ def test_views_are_the_packed_array_and_overlap_nowhere(shape):
 
 
 def test_counts_and_name():
-    assert (SHAPE.rows, SHAPE.num_tokens, str(SHAPE)) == (4, 34, "2x1+2x16")
-    assert str(StepShape(8, 0, 0, 3)) == "8x1+0x0"
+    assert (SHAPE.rows, SHAPE.num_tokens, str(SHAPE)) == (4, 34, "2x1+2x16 of 6 pages")
+    assert str(StepShape(8, 0, 0, 3)) == "8x1+0x0 of 3 pages"
 
 
 LAYOUTS = [

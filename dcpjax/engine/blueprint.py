@@ -1,0 +1,191 @@
+"""What follows from settings and model alone, before there are devices or weights.
+
+The engine builds itself from it, and so does whoever lowers its programs for another machine.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax.numpy as jnp
+
+from dcpjax.attention.block import TokenSharding
+from dcpjax.cache.pool import PoolShape
+from dcpjax.config import EngineConfig, ModelConfig, broken_neuron_rules
+from dcpjax.engine.plan import StepShapes
+from dcpjax.errors import ConfigError, UnsupportedCombination
+from dcpjax.form import StepForm, form_for
+from dcpjax.layout import KVPlacement
+from dcpjax.mesh import HeadLayout
+from dcpjax.models.llama import Sharding
+
+LEAST_CONTEXT = 2048
+"""Tokens of the shortest page table that steps are compiled for, where there are several."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """One engine's shapes.
+
+    Args:
+        platform: of the devices, as JAX names it.
+        stored_dtype: of the checkpoint.
+        fp8: what ``kv_cache_dtype="fp8"`` means on these devices.
+
+    Raises:
+        ConfigError: settings that do not fit the model, when what they determine is asked for.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    platform: str
+    stored_dtype: str
+    fp8: str = "float8_e4m3fn"
+
+    @cached_property
+    def form(self) -> StepForm:
+        """How steps are written."""
+        form = form_for(self.config.step_form, self.platform)
+        if form.is_static:
+            self._check_neuron()
+        return form
+
+    def _check_neuron(self) -> None:
+        """What Neuron cannot do; the static form is refused it everywhere, to be the same."""
+        config = self.config
+        if config.dcp_comm_backend == "a2a":
+            raise UnsupportedCombination(
+                "Neuron exchanges by all-gather and reduce-scatter, so dcp_comm_backend is 'ag_rs'",
+                dcp_comm_backend=config.dcp_comm_backend,
+                step_form=config.step_form,
+                device=self.platform,
+            )
+        transfers_kv = config.kv_transfer_config is not None
+        for error in broken_neuron_rules(config, self.model, transfers_kv=transfers_kv):
+            raise error
+
+    @cached_property
+    def dtype(self) -> jnp.dtype:
+        """Of weights and activations; "auto": float32 on CPU, the checkpoint's elsewhere."""
+        if self.config.dtype != "auto":
+            return jnp.dtype(self.config.dtype)
+        is_wide = self.platform == "cpu" or self.stored_dtype == "float32"
+        return jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16)
+
+    @property
+    def kv_dtype(self) -> jnp.dtype:
+        """Of cached keys and values."""
+        name = self.config.kv_cache_dtype
+        if name == "auto":
+            return self.dtype
+        return jnp.dtype(self.fp8 if name == "fp8" else name)
+
+    @cached_property
+    def heads(self) -> HeadLayout:
+        return HeadLayout(
+            self.model.num_heads,
+            self.model.num_kv_heads,
+            self.config.head_groups,
+            self.config.decode_context_parallel_size,
+        )
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the model is spread over the mesh."""
+        config = self.config
+        return Sharding(self.heads, config.dcp_comm_backend, config.prefill_gather, self.form)
+
+    @property
+    def max_model_len(self) -> int:
+        wanted, trained = self.config.max_model_len, self.model.max_position_embeddings
+        if wanted is not None and wanted > trained:
+            raise ConfigError(
+                "max_model_len is at most the context length that the model was made for",
+                max_model_len=wanted,
+                max_position_embeddings=trained,
+            )
+        return trained if wanted is None else wanted
+
+    def pool_shape(self, num_pages: int) -> PoolShape:
+        """The pool with so many usable pages on each rank."""
+        return PoolShape(
+            num_pages=num_pages,
+            num_layers=self.model.num_layers,
+            num_heads=self.heads.groups * self.heads.group_kv_heads,
+            page_size=self.config.block_size,
+            width=2 * self.model.head_dim,
+            dtype=self.kv_dtype,
+            is_native=self.form.native_pools,
+        )
+
+    def token_sharding(self, pool: PoolShape) -> TokenSharding:
+        """How the tokens of a sequence are spread over the ranks' pools."""
+        return TokenSharding(
+            ranks=self.config.decode_context_parallel_size,
+            interleave=self.config.interleave,
+            page_size=self.config.block_size,
+            scratch_page=pool.scratch_page,
+        )
+
+    @property
+    def step_shapes(self) -> StepShapes:
+        # One-row products of 16-bit values are several times slower than two-row ones on XLA:CPU.
+        least = 2 if self.dtype == jnp.bfloat16 else 1
+        return StepShapes(
+            decode_rows=decode_buckets(least, self.config.max_num_seqs),
+            prefill=prefill_buckets(self.config),
+        )
+
+    @property
+    def table_widths(self) -> tuple[int, ...]:
+        """Pages of the page tables that steps are compiled for, ascending."""
+        longest = self.max_model_len
+        contexts = context_buckets(longest) if self.form.several_contexts else (longest,)
+        pages = (-(-tokens // self.config.virtual_page_size) for tokens in contexts)
+        return tuple(sorted(set(pages)))
+
+    @property
+    def placement(self) -> KVPlacement:
+        """Which rank holds which layers, heads and tokens of the cache."""
+        is_prefill_order = self.config.apply_prefill_dcp
+        make = KVPlacement.prefill_dcp if is_prefill_order else KVPlacement.decode
+        return make(
+            self.config.tensor_parallel_size,
+            self.config.decode_context_parallel_size,
+            layers=self.model.num_layers,
+            kv_heads=self.model.num_kv_heads,
+            page_size=self.config.block_size,
+            interleave=self.config.interleave,
+        )
+
+
+def decode_buckets(least: int, most: int) -> tuple[int, ...]:
+    """Numbers of decode rows that are compiled: powers of two from ``least``, and ``most``."""
+    sizes = [least]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, max(most, least)) if sizes[-1] < most else tuple(sizes)
+
+
+def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, width) of the prompt blocks: one long chunk, a short one, several short ones.
+
+    Widths are multiples of ranks · interleave, so that every window holds as many tokens of each
+    rank.
+    """
+    cycle = config.decode_context_parallel_size * config.interleave
+
+    def whole(width: int) -> int:
+        return max(cycle, width // cycle * cycle)
+
+    longest = whole(config.max_num_batched_tokens)
+    short = whole(min(64, longest))
+    several = min(4, config.max_num_seqs, longest // short)
+    return tuple(dict.fromkeys([(1, short), (max(1, several), short), (1, longest)]))
+
+
+def context_buckets(longest: int) -> tuple[int, ...]:
+    """Lengths of sequences that steps are compiled for: each twice the one before, to the longest.
+
+    A step reads all of its context, so it reads less than twice what it needs.
+    """
+    return decode_buckets(min(LEAST_CONTEXT, longest), longest)
