@@ -298,6 +298,11 @@ DTYPES = {
 """NumPy's (ml_dtypes') names of the types that a program of ours may have."""
 
 
+def dtype_name(shape: Any) -> str:
+    """NumPy's name of an array shape's type."""
+    return DTYPES[ElementType(shape.element_type)]
+
+
 def entry(module: Any) -> Any:
     """The entry computation."""
     return next(c for c in module.computations if c.id == module.entry_computation_id)

@@ -56,16 +56,20 @@ def lower(
 def _replace_main(module: Any) -> None:
     """Let the body of the ``shard_map`` be the whole of ``main``."""
     main = next(op for op in module.body if _is_main(op))
-    body = _manual_body(main)
+    body, constants = _manual_body(main)
+    parameters = [argument for argument in body.arguments if argument.arg_number not in constants]
     kind = ir.FunctionType.get(
-        [argument.type for argument in body.arguments],
+        [parameter.type for parameter in parameters],
         [operand.type for operand in body.operations[-1].operands],
     )
     with ir.InsertionPoint(main):
         local = func.FuncOp("main", kind, visibility="public")
     entry = local.add_entry_block()
-    for inner, outer in zip(body.arguments, entry.arguments, strict=True):
+    for inner, outer in zip(parameters, entry.arguments, strict=True):
         inner.replace_all_uses_with(outer)
+    for number, constant in constants.items():
+        body.arguments[number].replace_all_uses_with(constant.result)
+        entry.append(constant)
     *operations, end = body.operations
     for operation in operations:
         entry.append(operation)
@@ -81,17 +85,26 @@ def _is_main(operation: Any) -> bool:
     return isinstance(operation, func.FuncOp) and operation.name.value == "main"
 
 
-def _manual_body(main: Any) -> Any:
-    operations = [op.operation for op in main.entry_block]
-    if [op.name for op in operations] != ["sdy.manual_computation", "func.return"]:
+def _manual_body(main: Any) -> tuple[Any, dict[int, Any]]:
+    """The body, and the constants among its arguments: JAX takes them out of the body."""
+    *constants, manual, end = (op.operation for op in main.entry_block)
+    names = [op.name for op in constants]
+    if manual.name != "sdy.manual_computation" or set(names) - {"stablehlo.constant"}:
         raise LoweringError(
             "a program is one shard_map over all ranks and nothing beside it",
-            operations=[op.name for op in operations],
+            operations=[*names, manual.name],
         )
-    manual, end = operations
     if list(end.operands) != list(manual.results):
         raise LoweringError("a program returns the results of its shard_map as they are")
-    return manual.regions[0].blocks[0]
+    body = manual.regions[0].blocks[0]
+    found = {
+        number: next(op for op in constants if op.result == operand)
+        for number, operand in enumerate(manual.operands)
+        if any(op.result == operand for op in constants)
+    }
+    if any(body.arguments[number].type != op.result.type for number, op in found.items()):
+        raise LoweringError("a constant is the same on all ranks")
+    return body, found
 
 
 def _to_hlo(module: Any) -> bytes:

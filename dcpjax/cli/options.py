@@ -22,6 +22,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
         "dcp_comm_backend",
         "prefill_gather",
         "device",
+        "step_form",
     ),
     "KV cache and batching": (
         "block_size",

@@ -105,6 +105,10 @@ class Runner:
         self.audits: tuple[StepAudit, ...] = ()
 
     @property
+    def mesh(self) -> Mesh:
+        return self._mesh
+
+    @property
     def pool(self) -> Array:
         return self._pool
 

@@ -71,6 +71,10 @@ class StepShape:
         return views
 
 
+STEP_OUTPUTS = (POOL_SPEC, PartitionSpec(), PartitionSpec(None, ALL_RANKS))
+"""How the members of a StepResult lie on the mesh."""
+
+
 class StepResult(NamedTuple):
     """What a step leaves on the devices."""
 
@@ -107,7 +111,7 @@ def make_step(
         on_rank,
         mesh=mesh,
         in_specs=(model.partitions, POOL_SPEC, whole, whole, PartitionSpec(ALL_RANKS)),
-        out_specs=(POOL_SPEC, whole, PartitionSpec(None, ALL_RANKS)),
+        out_specs=STEP_OUTPUTS,
         check_vma=False,  # an all-gather makes values equal on all ranks, which JAX cannot tell
     )
 

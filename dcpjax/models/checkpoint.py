@@ -34,7 +34,8 @@ class Checkpoint:
 
 
 def locate_checkpoint(model: str, progress: catalog.DownloadProgress | None = None) -> Path:
-    """The folder or .gguf file that ``model`` means; a known name is brought when missing.
+    """The folder, .gguf file or bare config.json that ``model`` means; a known name is brought when
+    missing.
 
     Raises:
         CheckpointError: there is no such folder, file or name.
@@ -42,10 +43,10 @@ def locate_checkpoint(model: str, progress: catalog.DownloadProgress | None = No
     if model in catalog.known_models():
         return catalog.bring_model(model, progress)
     path = Path(model)
-    if model and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
+    if model and (path.is_dir() or (path.is_file() and path.suffix in (".gguf", ".json"))):
         return path
     raise CheckpointError(
-        "the model is a folder, a .gguf file or a known name",
+        "the model is a folder, a .gguf file, a config.json or a known name",
         model=model,
         known=sorted(catalog.known_models()),
     )
@@ -64,12 +65,12 @@ def open_checkpoint(
         CheckpointError: the model is missing, broken or not understood.
     """
     path = locate_checkpoint(model, progress)
-    is_folder = path.is_dir()
-    config, dtype = huggingface.read_config(path) if is_folder else gguf.read_config(path)
+    is_gguf = path.suffix == ".gguf"
+    config, dtype = gguf.read_config(path) if is_gguf else huggingface.read_config(path)
     _check_token_ids(config)
     if not weights:
         return Checkpoint(config, expected_tensors(config), _refuse_to_read, dtype, path)
-    stored = safetensors_files.open_tensors(path) if is_folder else gguf.open_tensors(path, config)
+    stored = gguf.open_tensors(path, config) if is_gguf else _open_safetensors(path)
     check_tensors(stored.shapes, config)
     shapes = expected_tensors(config)
     return Checkpoint(config, shapes, _limited_to(stored, shapes), stored.dtype, path)
@@ -86,6 +87,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     for name in ("model.norm.weight", f"model.layers.{last}.self_attn.k_proj.weight"):
         digest.update(np.ascontiguousarray(checkpoint.read(name), np.float32).tobytes())
     return digest.hexdigest()
+
+
+def _open_safetensors(path: Path) -> StoredTensors:
+    if path.is_file():
+        raise CheckpointError(
+            "a bare config.json has no weights: it needs load_format='dummy'", model=str(path)
+        )
+    return safetensors_files.open_tensors(path)
 
 
 def _check_token_ids(config: ModelConfig) -> None:

@@ -60,18 +60,22 @@ _ROPE_KEYS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read_config(folder: Path) -> tuple[ModelConfig, str]:
+def read_config(source: Path) -> tuple[ModelConfig, str]:
     """The model's config, and the stored type that config.json names.
+
+    Args:
+        source: a folder with a config.json, or such a file alone.
 
     Raises:
         CheckpointError: config.json is missing, broken, or has something not understood.
     """
-    path = folder / "config.json"
+    folder = source.parent if source.is_file() else source
+    path = source if source.is_file() else folder / "config.json"
     values = _read_json(path)
     architecture = _architecture(values)
     _check_keys(values, architecture)
     generation = folder / "generation_config.json"
-    more = _read_json(generation) if generation.is_file() else {}
+    more = _read_json(generation) if source.is_dir() and generation.is_file() else {}
     heads = _integer(values, "num_attention_heads")
     hidden = _integer(values, "hidden_size")
     # Where it is left out, Llama has a key head per query head and Qwen a fixed number.

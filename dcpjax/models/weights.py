@@ -132,12 +132,21 @@ def _source(path: tuple[Any, ...], num_layers: int) -> _Source:
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A model's structure, and its placed parameters as a flat tuple, cheap to pass on."""
+    """A model's structure, and its placed parameters as a flat tuple, cheap to pass on.
+
+    ``parameters`` are arrays, or ``jax.ShapeDtypeStruct``s of an outline; ``names`` say their paths.
+    """
 
     graph: nnx.GraphDef[Llama]
     tree: jax.tree_util.PyTreeDef
-    parameters: tuple[Array, ...]
+    parameters: tuple[Any, ...]
     partitions: tuple[PartitionSpec, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters: the path of modules, joined by dots."""
+        state = jax.tree.unflatten(self.tree, self.parameters)
+        return [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
 
     def merge(self, parameters: tuple[Array, ...]) -> Llama:
         """The module over these parameters, for example one rank's shares inside ``shard_map``."""
