@@ -46,11 +46,13 @@ def lower(
         LoweringError: it is anything else than one ``shard_map``.
     """
     traced = jax.jit(function, keep_unused=True).trace(*arguments)
-    module = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
-    assert isinstance(module, ir.Module)
-    with module.context, ir.Location.unknown():
+    lowered: Any = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
+    with lowered.context, ir.Location.unknown():
+        module = ir.Module.parse(_bytecode(lowered))  # the other one is JAX's, which keeps it
         _replace_main(module)
-    return normalise(_to_hlo(module), name, aliases)
+        (main,) = (op for op in module.body if _is_main(op))
+        is_tuple = len(main.type.results) > 1
+    return normalise(_to_hlo(module, is_tuple), name, aliases)
 
 
 def _replace_main(module: Any) -> None:
@@ -107,11 +109,16 @@ def _manual_body(main: Any) -> tuple[Any, dict[int, Any]]:
     return body, found
 
 
-def _to_hlo(module: Any) -> bytes:
-    bytecode = io.BytesIO()
-    module.operation.write_bytecode(bytecode)
+def _to_hlo(module: Any, is_tuple: bool) -> bytes:
+    """Serialized HLO; a single result stands for itself, as XLA's way back to StableHLO has it."""
     convert: Any = xla_client._xla.mlir  # pyright: ignore[reportPrivateImportUsage]
     computation = convert.mlir_module_to_xla_computation(
-        bytecode.getvalue(), use_tuple_args=False, return_tuple=True
+        _bytecode(module), use_tuple_args=False, return_tuple=is_tuple
     )
     return computation.as_serialized_hlo_module_proto()
+
+
+def _bytecode(module: Any) -> bytes:
+    written = io.BytesIO()
+    module.operation.write_bytecode(written)
+    return written.getvalue()

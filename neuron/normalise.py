@@ -25,7 +25,7 @@ def normalise(serialized: bytes, name: str, aliases: dict[int, int]) -> Any:
     """The module with dense ids, uniform names, explicit groups and these aliases.
 
     Args:
-        serialized: an HloModuleProto whose root is a tuple.
+        serialized: an HloModuleProto.
         name: the module's new name.
         aliases: {output: parameter} of buffers that are updated in place.
     """
@@ -42,9 +42,10 @@ def normalise(serialized: bytes, name: str, aliases: dict[int, int]) -> Any:
             for field in ("sharding", "original_value", "frontend_attributes"):
                 instruction.ClearField(field)
     module.ClearField("input_output_alias")
+    is_tuple = bool(module.host_program_shape.result.tuple_shapes)
     for output, parameter in sorted(aliases.items()):
         module.input_output_alias.entries.add(
-            output_shape_index=[output], parameter_number=parameter, kind=1
+            output_shape_index=[output] if is_tuple else [], parameter_number=parameter, kind=1
         )
     return module
 

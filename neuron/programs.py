@@ -4,21 +4,21 @@ They are the functions that :class:`dcpjax.engine.runner.Runner` compiles, in th
 arrays that do not exist: neither the ranks' devices nor weights are needed.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dcpjax.cache.page_moves import gather_pages, scatter_pages
 from dcpjax.cache.pool import POOL_SPEC, PoolShape
 from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
-from dcpjax.engine.step import StepShape, make_step
+from dcpjax.engine.step import FROM_HOST, StepShape, make_step
 from dcpjax.mesh import ALL_RANKS, DCP, TP
 from dcpjax.models.checkpoint import open_checkpoint
 from dcpjax.models.weights import PlacedModel, outline_model
@@ -102,10 +102,10 @@ class Deployment:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of one rank's weights."""
-        shapes = [
-            (p.sharding.shard_shape(p.shape), p.dtype.itemsize) for p in self.model.parameters
-        ]
-        return sum(int(np.prod(shape)) * size for shape, size in shapes)
+        return sum(
+            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
+            for one in self.model.parameters
+        )
 
     def array(self, shape: Sequence[int], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self.mesh, spec))
@@ -116,18 +116,74 @@ class Deployment:
         return self.array(shape, self.pool.storage_dtype, POOL_SPEC)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A function of the engine and what it is called with, before it is lowered.
+
+    Attributes:
+        arguments: pytrees of jax.ShapeDtypeStruct over the deployment's mesh.
+        input_names, output_names: of the flat inputs and outputs. An output has the memory of the
+            input of the same name.
+        ranges: bounds of integer inputs, by name.
+    """
+
+    name: str
+    kind: ProgramKind
+    num_ranks: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    ranges: Mapping[str, tuple[IndexRange, ...]]
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """{output: input} that share memory."""
+        return {
+            output: self.input_names.index(name)
+            for output, name in enumerate(self.output_names)
+            if name in self.input_names
+        }
+
+    def lower(self) -> Program:
+        """The program of one rank."""
+        module = lower(self.function, self.arguments, name=self.name, aliases=self.aliases)
+        shapes = module.host_program_shape
+        inputs = zip(self.input_names, shapes.parameters, strict=True)
+        results = shapes.result.tuple_shapes or [shapes.result]
+        outputs = zip(self.output_names, results, strict=True)
+        return Program(
+            self.name,
+            self.kind,
+            self.num_ranks,
+            module,
+            tuple(_spec(name, shape, self.ranges.get(name, ())) for name, shape in inputs),
+            tuple(_spec(name, shape) for name, shape in outputs),
+        )
+
+
+def _spec(name: str, shape: Any, ranges: tuple[IndexRange, ...] = ()) -> TensorSpec:
+    return TensorSpec(name, tuple(shape.dimensions), dtype_name(shape), ranges)
+
+
 def build_programs(deployment: Deployment, *, all_buckets: bool = True) -> list[Program]:
-    """Every program that the engine runs there.
+    """Every program that the engine runs there, lowered; arguments as for :func:`find_calls`."""
+    return [call.lower() for call in find_calls(deployment, all_buckets=all_buckets)]
+
+
+def find_calls(deployment: Deployment, *, all_buckets: bool = True) -> list[Call]:
+    """Every function that the engine compiles there, with its arguments.
 
     Args:
         all_buckets: every shape that the engine compiles; else the largest of each kind.
     """
     shapes = _step_shapes(deployment)
+    max_rows = max(shape.rows for _, shape in shapes)
     if not all_buckets:
-        largest = {kind: (kind, shape) for kind, shape in shapes}  # they ascend
-        shapes = list(largest.values())
-    steps = [_step_program(deployment, kind, shape) for kind, shape in shapes]
-    return [*steps, *_page_programs(deployment)]
+        largest: dict[ProgramKind, StepShape] = dict(shapes)  # they ascend
+        shapes = list(largest.items())
+    steps = [_step_call(deployment, kind, shape, max_rows) for kind, shape in shapes]
+    return [*steps, *_page_calls(deployment)]
 
 
 def _step_shapes(deployment: Deployment) -> list[tuple[ProgramKind, StepShape]]:
@@ -136,17 +192,18 @@ def _step_shapes(deployment: Deployment) -> list[tuple[ProgramKind, StepShape]]:
     most = max(shapes.decode_rows)
     found: list[tuple[ProgramKind, StepShape]] = []
     for width in blueprint.table_widths:
-        found += [("decode", StepShape(rows, 0, 0, width)) for rows in shapes.decode_rows]
+        for rows in shapes.decode_rows:
+            found.append(("decode", StepShape(rows, 0, 0, width)))
         segment = StepShape(0, config.max_num_seqs, deployment.draft_tokens, width)
         found.append(("segment", segment))
-        found += [("prefill", StepShape(most, *block, width)) for block in shapes.prefill]
+        for rows, tokens in shapes.prefill:
+            found.append(("prefill", StepShape(most, rows, tokens, width)))
     return found
 
 
-def _step_program(deployment: Deployment, kind: ProgramKind, shape: StepShape) -> Program:
+def _step_call(deployment: Deployment, kind: ProgramKind, shape: StepShape, max_rows: int) -> Call:
     model, blueprint = deployment.model, deployment.blueprint
     vocab_size, ranks = blueprint.model.vocab_size, deployment.config.tensor_parallel_size
-    max_rows = max(shape.rows, *(s.rows for _, s in _step_shapes(deployment)))
     step = make_step(
         model,
         shape,
@@ -162,21 +219,20 @@ def _step_program(deployment: Deployment, kind: ProgramKind, shape: StepShape) -
         "previous": deployment.array((max_rows,), jnp.int32, whole),
         "rank_ids": deployment.array((ranks,), jnp.uint32, PartitionSpec(ALL_RANKS)),
     }
-    ranges = {
-        "packed": tuple(_packed_ranges(deployment, shape, max_rows)),
-        "previous": (IndexRange(0, max_rows, 0, vocab_size - 1),),
-        "rank_ids": (IndexRange(0, 1, 0, ranks - 1),),
-    }
     tokens = shape.table_width * deployment.config.virtual_page_size
-    return _program(
+    return Call(
         f"{kind}_{shape.decode_rows}x1+{shape.prefill_rows}x{shape.prefill_width}_{tokens}",
         kind,
         ranks,
         step,
         (model.parameters, *inputs.values()),
-        [*model.names, *inputs],
+        (*model.names, *inputs),
         ("pool", "tokens", "logits"),
-        ranges,
+        {
+            "packed": tuple(_packed_ranges(deployment, shape, max_rows)),
+            "previous": (IndexRange(0, max_rows, 0, vocab_size - 1),),
+            "rank_ids": (IndexRange(0, 1, 0, ranks - 1),),
+        },
     )
 
 
@@ -185,82 +241,34 @@ def _packed_ranges(deployment: Deployment, shape: StepShape, max_rows: int) -> I
     longest = shape.table_width * deployment.config.virtual_page_size
     bounds = {
         "token_ids": (0, deployment.blueprint.model.vocab_size - 1),
-        "sources": (-1, max_rows - 1),
+        "sources": (FROM_HOST, max_rows - 1),
         "page_tables": (0, deployment.pool.scratch_page),
         "prior_lengths": (0, longest - 1),
         "num_tokens": (0, max(1, shape.prefill_width)),
     }
     start = 0
     for name, field in shape.fields().items():
-        stop = start + int(np.prod(field))
-        yield IndexRange(start, stop, *bounds[name])
+        stop = start + math.prod(field)
+        if stop > start:
+            yield IndexRange(start, stop, *bounds[name])
         start = stop
 
 
-def _page_programs(deployment: Deployment) -> list[Program]:
+def _page_calls(deployment: Deployment) -> list[Call]:
     """Whole pages out of the pool and into it, for transfers by the host's memory."""
     pool, mesh = deployment.pool_array, deployment.mesh
-    ranks = deployment.config.tensor_parallel_size
     ids = deployment.array((MOVED_PAGES,), jnp.int32, PartitionSpec())
     dcp = deployment.config.decode_context_parallel_size
     pages = deployment.array((dcp * MOVED_PAGES, *pool.shape[1:]), pool.dtype, POOL_SPEC)
     ranges = {"ids": (IndexRange(0, MOVED_PAGES, 0, deployment.pool.scratch_page),)}
+
+    def call(kind: ProgramKind, function: Any, inputs: dict[str, Any], output: str) -> Call:
+        ranks, names = deployment.config.tensor_parallel_size, tuple(inputs)
+        name, arguments = f"{kind}_{MOVED_PAGES}", tuple(inputs.values())
+        return Call(name, kind, ranks, function, arguments, names, (output,), ranges)
+
+    taken = {"pool": pool, "ids": ids}
     return [
-        _program(
-            f"page_gather_{MOVED_PAGES}",
-            "page_gather",
-            ranks,
-            gather_pages(mesh),
-            (pool, ids),
-            ["pool", "ids"],
-            ("pages",),
-            ranges,
-        ),
-        _program(
-            f"page_scatter_{MOVED_PAGES}",
-            "page_scatter",
-            ranks,
-            scatter_pages(mesh),
-            (pool, ids, pages),
-            ["pool", "ids", "pages"],
-            ("pool",),
-            ranges,
-        ),
+        call("page_gather", gather_pages(mesh), taken, "pages"),
+        call("page_scatter", scatter_pages(mesh), {**taken, "pages": pages}, "pool"),
     ]
-
-
-def _program(
-    name: str,
-    kind: ProgramKind,
-    num_ranks: int,
-    function: Any,
-    arguments: Sequence[Any],
-    input_names: Sequence[str],
-    output_names: Sequence[str],
-    ranges: dict[str, tuple[IndexRange, ...]],
-) -> Program:
-    """Lower one function. An output has the memory of the input of the same name."""
-    aliases = {
-        output: input_names.index(name)
-        for output, name in enumerate(output_names)
-        if name in input_names
-    }
-    module = lower(function, arguments, name=name, aliases=aliases)
-    shapes = module.host_program_shape
-    return Program(
-        name,
-        kind,
-        num_ranks,
-        module,
-        _specs(input_names, shapes.parameters, ranges),
-        _specs(output_names, shapes.result.tuple_shapes, {}),
-    )
-
-
-def _specs(
-    names: Sequence[str], shapes: Sequence[Any], ranges: dict[str, tuple[IndexRange, ...]]
-) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(name, tuple(shape.dimensions), dtype_name(shape), ranges.get(name, ()))
-        for name, shape in zip(names, shapes, strict=True)
-    )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Integer
 
 from dcpjax.attention.block import TokenSharding, make_block
@@ -87,7 +87,7 @@ def make_step(
     model: PlacedModel,
     shape: StepShape,
     sharding: TokenSharding,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     vocab_size: int,
     max_rows: int,

@@ -134,7 +134,7 @@ def _source(path: tuple[Any, ...], num_layers: int) -> _Source:
 class PlacedModel:
     """A model's structure, and its placed parameters as a flat tuple, cheap to pass on.
 
-    ``parameters`` are arrays, or ``jax.ShapeDtypeStruct``s of an outline; ``names`` say their paths.
+    ``parameters`` are arrays, or ``jax.ShapeDtypeStruct``s of an outline.
     """
 
     graph: nnx.GraphDef[Llama]
