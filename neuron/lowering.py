@@ -50,7 +50,7 @@ def lower(
     with lowered.context, ir.Location.unknown():
         module = ir.Module.parse(_bytecode(lowered))  # the other one is JAX's, which keeps it
         _replace_main(module)
-        (main,) = (op for op in module.body if _is_main(op))
+        main: Any = next(op for op in module.body if _is_main(op))
         is_tuple = len(main.type.results) > 1
     return normalise(_to_hlo(module, is_tuple), name, aliases)
 

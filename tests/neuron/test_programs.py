@@ -1,5 +1,6 @@
 """The engine's steps as programs of one rank: their shapes, groups, aliases and bytes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dcpjax.config import EngineConfig
-from dcpjax.errors import MeshError, UnsupportedCombination
+from dcpjax.config import EngineConfig, KVTransferConfig
+from dcpjax.errors import UnsupportedCombination
 from dcpjax.layout import decode_groups, prefill_groups
 from neuron.errors import TargetError
 from neuron.program import Program
@@ -120,62 +121,28 @@ def test_ranges_cover_the_packed_input(case):
         assert packed.ranges[-1].stop == packed.size
 
 
-def test_prefill_order_groups_far_ranks(tmp_path):
-    path = write_config("llama-70b", tmp_path)
-    transfer = {"kv_role": "kv_producer", "kv_connector": "NeuronNixlConnector"}
-    settings = {"kv_transfer_config": transfer, "apply_prefill_dcp": True}
-    config = EngineConfig.from_settings(
-        path,
-        {
-            "device": "neuron",
-            "dtype": "bfloat16",
-            "block_size": 32,
-            "tensor_parallel_size": 8,
-            "decode_context_parallel_size": 4,
-            "max_model_len": 2048,
-            "max_num_batched_tokens": 128,
-            "max_num_seqs": 1,
-            "prefill_gather": "q",
-            "num_pages": 64,
-            **settings,
-        },
-    )
-    with pytest.raises(MeshError, match="tp // kv_heads"):
-        build_programs(Deployment(config, find_target("trn2")), all_buckets=False)
-
-
-def test_neuron_prefill_groups_are_those_of_the_document(tmp_path):
-    """TP=16, DCP=2 of seed B: the ranks of a KV group are a stride apart."""
-    path = write_config("llama-70b", tmp_path)
-    transfer = {"kv_role": "kv_producer", "kv_connector": "NeuronNixlConnector"}
-    config = EngineConfig.from_settings(
-        path,
-        {
-            "device": "neuron",
-            "dtype": "bfloat16",
-            "block_size": 32,
-            "tensor_parallel_size": 16,
-            "decode_context_parallel_size": 2,
-            "max_model_len": 2048,
-            "max_num_batched_tokens": 128,
-            "max_num_seqs": 1,
-            "prefill_gather": "q",
-            "num_pages": 64,
-            "kv_transfer_config": transfer,
-            "apply_prefill_dcp": True,
-        },
-    )
-    programs = build_programs(Deployment(config, find_target("trn2")), all_buckets=False)
-    (prefill,) = (program for program in programs if program.kind == "prefill")
+@pytest.mark.parametrize(("tp", "dcp", "kv_heads"), [(8, 4, 2), (16, 2, 8)])
+def test_prefill_groups_are_those_of_the_document(tmp_path, tp, dcp, kv_heads):
+    """TP=8/DCP=4 and TP=16/DCP=2: the ranks that share a sequence's tokens are a stride apart."""
+    path = Path(write_config("llama-70b", tmp_path))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": kv_heads}))
+    transfer = KVTransferConfig("kv_producer", "NeuronNixlConnector")
+    settings = {"max_num_batched_tokens": 512, "num_pages": 256, "max_num_seqs": 1}
+    order = {"kv_transfer_config": transfer, "apply_prefill_dcp": True}
+    built = build_programs(deployment(str(path), tp, dcp, **settings, **order), all_buckets=False)
+    (prefill,) = (program for program in built if program.kind == "prefill")
     found = {
         tuple(tuple(group.replica_ids) for group in i.replica_groups)
         for i in instructions(prefill)
         if i.replica_groups
     }
-    tp_groups, kv_groups = prefill_groups(16, 2)
-    for groups in (tp_groups, kv_groups):
-        assert tuple(tuple(map(int, group)) for group in groups) in found
-    assert tuple(map(int, kv_groups[0])) == (0, 8)
+    tp_groups, kv_groups = prefill_groups(tp, dcp)
+    assert {as_groups(tp_groups), as_groups(kv_groups)} <= found
+    assert as_groups(kv_groups)[0] == tuple(range(0, tp, tp // dcp))
+
+
+def as_groups(groups: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, group)) for group in groups)
 
 
 LOWER = """
@@ -207,7 +174,7 @@ def test_two_builds_are_equal_to_the_byte(tmp_path):
 def test_sizes_that_do_not_fit_are_refused(tmp_path):
     path = write_config("llama-70b", tmp_path)
     with pytest.raises(TargetError, match="a core holds its weights"):
-        build_programs(deployment(path, 8, 1))
+        build_programs(deployment(path, 8, 1, prefill_gather="none"))
     with pytest.raises(TargetError, match="cores of one trn2 instance"):
         deployment(path, 256, 4)
     with pytest.raises(TargetError, match="logical core size"):
