@@ -174,7 +174,7 @@ class Engine:
         self._check_alive()
         self._is_dead = True  # until the end: a step that was interrupted cannot be gone on from
         if self._handoff is not None:
-            self._handoff.apply(self.scheduler)
+            self._handoff.apply(self.scheduler.remote)
         plan = self.scheduler.schedule()
         following = None
         if plan is not None and not isinstance(plan, Drain):
@@ -209,7 +209,7 @@ class Engine:
 
     def _serve_kv(self) -> dict[str, dict[str, Any]]:
         """Let the handoff begin what the scheduler wants; the offers of new exports, by request."""
-        events = self.scheduler.take_kv_events()
+        events = self.scheduler.remote.take_events()
         return {} if self._handoff is None else self._handoff.serve(events)
 
     def reset_prefix_cache(self) -> None:

@@ -17,8 +17,8 @@ from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_source import KVSource
 from dcpjax.engine.kv_target import KVTarget, LoadEnd
 from dcpjax.engine.remote_kv import KVEvents, RemoteKV, prompt_digest
+from dcpjax.engine.remote_work import RemoteWork
 from dcpjax.engine.request import Request
-from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import RequestError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import TransferBackend
@@ -28,7 +28,7 @@ from dcpjax.transfer.memory import RankMemory
 CACHE_FORMAT = "pages, layers, heads, tokens, keys | values"
 """What the bytes of a page are, in the order of their strides."""
 
-Event = Callable[[Scheduler], None]
+Event = Callable[[RemoteWork], None]
 
 _log = logging.getLogger(__name__)
 
@@ -82,10 +82,10 @@ class Handoff:
             return {}
         return {export.request_id: self._source.export(export) for export in events.exports}
 
-    def apply(self, scheduler: Scheduler) -> None:
+    def apply(self, remote: RemoteWork) -> None:
         """Carry out what has ended since the last call."""
         while not self._events.empty():
-            self._events.get()(scheduler)
+            self._events.get()(remote)
 
     def stats(self) -> Mapping[str, Any]:
         return {
@@ -121,22 +121,20 @@ class Handoff:
     # By any thread.
 
     def _export_ended(self, request_id: str) -> None:
-        self._post(lambda scheduler: _end_export(scheduler, request_id))
+        self._post(lambda remote: _end_export(remote, request_id))
 
     def _load_ended(self, end: LoadEnd) -> None:
         if end.load.request_id in self._unsettled:
             self._unsettled.discard(end.load.request_id)
-            self._post(lambda scheduler: scheduler.settle_load(end.load))
+            self._post(lambda remote: remote.settle_load(end.load))
         elif end.reason is None:
-            self._post(lambda scheduler: scheduler.land(end.load))
+            self._post(lambda remote: remote.land(end.load))
         else:
             if not end.is_settled:
                 self._unsettled.add(end.load.request_id)
             error = None if self._recomputes else end.reason
             self._post(
-                lambda scheduler: scheduler.fail_load(
-                    end.load, error=error, is_settled=end.is_settled
-                )
+                lambda remote: remote.fail_load(end.load, error=error, is_settled=end.is_settled)
             )
 
     def _post(self, event: Event) -> None:
@@ -195,8 +193,8 @@ def describe_engine(
     )
 
 
-def _end_export(scheduler: Scheduler, request_id: str) -> None:
-    scheduler.end_export(request_id)
+def _end_export(remote: RemoteWork, request_id: str) -> None:
+    remote.end_export(request_id)
 
 
 def _remote_kv(params: KVTransferParams, prompt: Sequence[int]) -> RemoteKV:

@@ -514,8 +514,8 @@ def test_a_start_does_not_evict_what_the_next_one_found(is_mutant: bool, monkeyp
     [
         lambda scheduler, request: setattr(request, "slot", None),
         lambda scheduler, request: request.page_ids.pop(),
-        lambda scheduler, request: scheduler._free_slots.append(request.slot),
-        lambda scheduler, request: scheduler._running.clear(),
+        lambda scheduler, request: scheduler._lineup._free_slots.append(request.slot),
+        lambda scheduler, request: scheduler._lineup.running.clear(),
     ],
 )
 def test_the_integrity_check_can_fail(damage) -> None:
@@ -543,10 +543,10 @@ def test_requests_whose_loads_fail_go_back_to_their_places() -> None:
     for name in "abcd":
         scheduler.add(loading_request(name))
     assert scheduler.schedule() is None
-    loads = {load.request_id: load for load in scheduler.take_kv_events().loads}
+    loads = {load.request_id: load for load in scheduler.remote.take_events().loads}
     assert list(loads) == list("abcd")
     for name in "bdac":  # the order in which the other engine's connections break
-        scheduler.fail_load(loads[name], error=None)
+        scheduler.remote.fail_load(loads[name], error=None)
     assert ids(planned(scheduler).started) == list("abcd")
 
 
@@ -555,11 +555,11 @@ def test_a_load_takes_a_slot_and_pages_and_no_row() -> None:
     scheduler.add(loading_request("a"))
     scheduler.add(request_of(9, "b"))
     plan = planned(scheduler)
-    assert ids(plan.started) == ["b"] and scheduler.num_loading == 1
-    [load] = scheduler.take_kv_events().loads
+    assert ids(plan.started) == ["b"] and scheduler.remote.num_loading == 1
+    [load] = scheduler.remote.take_events().loads
     assert (load.first_token, load.stop_token) == (0, 8)
     scheduler.commit(plan, [[PLAIN]])
-    scheduler.land(load)
+    scheduler.remote.land(load)
     plan = planned(scheduler)
     assert {(s.request.request_id, s.start) for s in plan.decode} == {("a", 8), ("b", 9)}
     assert ids(plan.started) == ["a"], "what is kept per slot begins anew"

@@ -191,7 +191,7 @@ class Simulation:
                 in_flight = self.commit(in_flight)
                 continue
             dispatched = None if plan is None else (plan, self.device.run(plan))
-            self.serve(self.scheduler.take_kv_events())
+            self.serve(self.scheduler.remote.take_events())
             others = self.loads or self.exports or self.unsettled
             assert dispatched or in_flight or others or not self.alive(), "they wait for nothing"
             self.arrive_and_abort()
@@ -202,7 +202,7 @@ class Simulation:
                 self.commit(dispatched)
             self.other_engines()
             self.collect(self.scheduler.take_ended())
-        self.serve(self.scheduler.take_kv_events())
+        self.serve(self.scheduler.remote.take_events())
         while self.loads or self.exports or self.unsettled:
             self.other_engines()
         self.pool.check_integrity(is_idle=True)
@@ -244,24 +244,24 @@ class Simulation:
                 error = None if self.world.recomputes else "the other engine is gone"
                 self.move(load, garbage=True)
                 is_settled = self.rng.random() < 0.5
-                self.scheduler.fail_load(load, error=error, is_settled=is_settled)
+                self.scheduler.remote.fail_load(load, error=error, is_settled=is_settled)
                 if not is_settled:
                     self.unsettled.append(load)
             else:
                 self.move(load)
-                self.scheduler.land(load)
+                self.scheduler.remote.land(load)
             self.num_landed += not fails
             self.check()
         if self.unsettled and self.rng.random() < 0.3:
             load = self.unsettled.pop()
             self.move(load, garbage=True)
-            self.scheduler.settle_load(load)
+            self.scheduler.remote.settle_load(load)
             self.check()
         if self.exports and self.rng.random() < 0.3:
             export = self.exports.pop(self.rng.choice(list(self.exports)))
             self.check_export(export)
-            assert self.scheduler.end_export(export.request_id)
-            assert not self.scheduler.end_export(export.request_id)
+            assert self.scheduler.remote.end_export(export.request_id)
+            assert not self.scheduler.remote.end_export(export.request_id)
             self.check()
 
     def move(self, load: KVLoad, *, garbage: bool = False) -> None:

@@ -174,7 +174,7 @@ def test_two_builds_are_equal_to_the_byte(tmp_path):
 def test_sizes_that_do_not_fit_are_refused(tmp_path):
     path = write_config("llama-70b", tmp_path)
     with pytest.raises(TargetError, match="a core holds its weights"):
-        build_programs(deployment(path, 8, 1, prefill_gather="none"))
+        build_programs(deployment(path, 4, 1, prefill_gather="none"))
     with pytest.raises(TargetError, match="cores of one trn2 instance"):
         deployment(path, 256, 4)
     with pytest.raises(TargetError, match="logical core size"):

@@ -1,0 +1,186 @@
+"""All settings of one engine.
+
+Every field of :class:`EngineConfig` is also an option of ``dcpjax serve`` and a keyword of
+:class:`dcpjax.LLM`; its help text and spellings stand in the field's metadata, once.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from dcpjax.config.checks import COUNT, FILLED, SEED, check_types
+from dcpjax.config.transfer import KVTransferConfig
+from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
+
+DTypeName = Literal["auto", "float32", "bfloat16"]
+CommBackend = Literal["ag_rs", "a2a"]
+PrefillGather = Literal["none", "q"]
+LoadFormat = Literal["auto", "dummy"]
+Device = Literal["auto", "cpu", "gpu", "neuron"]
+KVDTypeName = Literal["auto", "float32", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3"]
+StepFormName = Literal["auto", "dynamic", "static", "unrolled"]
+
+
+def _option(default: Any, help: str, *flags: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help, "flags": flags, **extra})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All settings of one engine. Construction validates everything that needs no model."""
+
+    model: str = field(metadata={"help": "folder, .gguf file or known name", "argument": True})
+    dtype: DTypeName = _option(
+        "auto", "type of weights and activations; auto: float32 on CPU, the checkpoint's elsewhere"
+    )
+    kv_cache_dtype: KVDTypeName = _option(
+        "auto",
+        "type of cached keys and values; auto: as --dtype, fp8: float8_e4m3fn (Trn2: float8_e4m3)",
+    )
+    tensor_parallel_size: int = _option(
+        1, "ranks that share the weights, DCP ranks included", "-tp"
+    )
+    decode_context_parallel_size: int = _option(
+        1, "ranks that share the tokens of each sequence; divides the tensor parallel size", "-dcp"
+    )
+    prefill_context_parallel_size: int = _option(
+        1, "ranks that share the prompt's tokens; only 1 is there yet", "-pcp"
+    )
+    cp_kv_cache_interleave_size: int | None = _option(
+        None,
+        "consecutive tokens that stay on one DCP rank; divides the block size. Default: 1, and the "
+        "block size where KV is transferred",
+    )
+    dcp_comm_backend: CommBackend = _option(
+        "ag_rs", "exchange of partial attention: all-gather + reduce-scatter, or all-to-all"
+    )
+    prefill_gather: PrefillGather = _option(
+        "none", "none: each rank computes all tokens of a chunk; q: tokens split, queries gathered"
+    )
+    block_size: int = _option(16, "tokens of one page of one rank")
+    max_model_len: int | None = _option(None, "longest sequence; default: what the model allows")
+    max_num_seqs: int = _option(16, "sequences computed at the same time")
+    max_num_batched_tokens: int = _option(512, "prompt tokens computed in one step")
+    num_pages: int | None = _option(
+        None, "pages of the KV pool of each rank; default: by free memory"
+    )
+    enable_prefix_caching: bool = _option(True, "reuse the KV of prompts with a common beginning")
+    load_format: LoadFormat = _option("auto", "auto: read the checkpoint; dummy: random weights")
+    skip_tokenizer_init: bool = _option(False, "token ids in, token ids out")
+    device: Device = _option("auto", "where to run")
+    step_form: StepFormName = _option(
+        "auto",
+        "how steps are compiled; static: as Neuron needs it, layers in a loop; unrolled: static "
+        "without loops; dynamic: for CPUs and GPUs",
+    )
+    seed: int = _option(0, "seed of sampling without a seed of its own, and of dummy weights")
+    kv_transfer_config: KVTransferConfig | None = _option(
+        None, "how KV is handed to or taken from other engines, as JSON: '{\"kv_role\": …}'"
+    )
+    apply_prefill_dcp: bool = _option(
+        False, "order the ranks as a prefill engine with DCP on Neuron does: DCP is the slow axis"
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for item in dataclasses.fields(self):
+            if item.type in (int, int | None) and item.name != "seed":
+                COUNT.check(self, item.name)
+        SEED.check(self, "seed")
+        FILLED.check(self, "model")
+        self._check_context_parallelism()
+        self._check_step_size()
+        self._check_prefill_order()
+
+    def _check_context_parallelism(self) -> None:
+        tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
+        if tp % dcp:
+            raise MeshError(
+                "tensor_parallel_size is a multiple of decode_context_parallel_size",
+                tensor_parallel_size=tp,
+                decode_context_parallel_size=dcp,
+            )
+        if self.block_size % self.interleave:
+            raise ConfigError(
+                "cp_kv_cache_interleave_size divides block_size",
+                cp_kv_cache_interleave_size=self.interleave,
+                block_size=self.block_size,
+            )
+        if self.dcp_comm_backend == "a2a" and dcp == 1:
+            raise UnsupportedCombination(
+                "dcp_comm_backend='a2a' exchanges between DCP ranks, so it needs "
+                "decode_context_parallel_size > 1",
+                decode_context_parallel_size=dcp,
+            )
+        if self.prefill_gather == "q" and dcp == 1:
+            raise UnsupportedCombination(
+                "prefill_gather='q' gathers over DCP ranks, so it needs "
+                "decode_context_parallel_size > 1",
+                decode_context_parallel_size=dcp,
+            )
+        if self.prefill_context_parallel_size != 1:
+            raise UnsupportedCombination(
+                "this version has no prefill context parallelism",
+                prefill_context_parallel_size=self.prefill_context_parallel_size,
+            )
+
+    def _check_prefill_order(self) -> None:
+        transfer = self.kv_transfer_config
+        if self.apply_prefill_dcp and (transfer is None or transfer.kv_role != "kv_producer"):
+            raise UnsupportedCombination(
+                "apply_prefill_dcp orders the ranks for prefill alone, so it needs a "
+                "kv_transfer_config with kv_role='kv_producer'",
+                kv_role=None if transfer is None else transfer.kv_role,
+            )
+
+    def _check_step_size(self) -> None:
+        stripe = self.decode_context_parallel_size * self.interleave
+        if stripe > self.max_num_batched_tokens:
+            raise ConfigError(
+                "max_num_batched_tokens is at least decode_context_parallel_size times "
+                "cp_kv_cache_interleave_size, the least that gives every rank as many tokens",
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                decode_context_parallel_size=self.decode_context_parallel_size,
+                cp_kv_cache_interleave_size=self.interleave,
+            )
+
+    @property
+    def interleave(self) -> int:
+        """I: consecutive tokens that stay on one DCP rank."""
+        if self.cp_kv_cache_interleave_size is not None:
+            return self.cp_kv_cache_interleave_size
+        is_transferred = self.kv_transfer_config is not None
+        return self.block_size if is_transferred and self.decode_context_parallel_size > 1 else 1
+
+    @property
+    def head_groups(self) -> int:
+        """G: ranks of the mesh axis "tp", each of which holds its own heads."""
+        return self.tensor_parallel_size // self.decode_context_parallel_size
+
+    @property
+    def virtual_page_size(self) -> int:
+        """Tokens of a sequence that one page id stands for, over all DCP ranks."""
+        return self.block_size * self.decode_context_parallel_size
+
+    @classmethod
+    def from_settings(cls, model: str, settings: dict[str, Any]) -> "EngineConfig":
+        """Build from keyword settings; a name that is not a setting is refused.
+
+        ``additional_config`` is an object with settings that other systems do not have as options
+        of their own; here they are settings like all others.
+        """
+        settings = dict(settings)
+        settings.update(settings.pop("additional_config", None) or {})
+        known = {item.name for item in dataclasses.fields(cls)} - {"model"}
+        unknown = sorted(set(settings) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown setting{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
+                known=sorted(known),
+            )
+        transfer = settings.get("kv_transfer_config")
+        if isinstance(transfer, Mapping):
+            transfer = KVTransferConfig.from_settings(cast(Mapping[str, Any], transfer))
+            settings["kv_transfer_config"] = transfer
+        return cls(model=model, **settings)
