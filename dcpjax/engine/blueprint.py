@@ -44,19 +44,23 @@ class Blueprint:
     @cached_property
     def form(self) -> StepForm:
         """How steps are written."""
-        form = form_for(self.config.step_form, self.platform)
-        if form.is_static:
+        if self.platform == "neuron":
             self._check_neuron()
-        return form
+        return form_for(self.config.step_form, self.platform)
 
     def _check_neuron(self) -> None:
-        """What Neuron cannot do; the static form is refused it everywhere, to be the same."""
+        """Refuse what Neuron cannot do."""
         config = self.config
+        if config.step_form == "dynamic":
+            raise UnsupportedCombination(
+                "Neuron compiles no loop of unknown length, so step_form is 'static' or 'unrolled'",
+                step_form=config.step_form,
+                device=self.platform,
+            )
         if config.dcp_comm_backend == "a2a":
             raise UnsupportedCombination(
                 "Neuron exchanges by all-gather and reduce-scatter, so dcp_comm_backend is 'ag_rs'",
                 dcp_comm_backend=config.dcp_comm_backend,
-                step_form=config.step_form,
                 device=self.platform,
             )
         transfers_kv = config.kv_transfer_config is not None

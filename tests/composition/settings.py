@@ -16,6 +16,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "prefix caching": ("on", "off"),
     "kv_cache_dtype": ("float32", "bfloat16"),
     "prompt computed": ("here", "by another engine"),
+    "step_form": ("dynamic", "static"),
 }
 """A mesh is shown by its axes; -tp is their product."""
 
@@ -35,6 +36,7 @@ def engine_settings(choice: Choice) -> dict[str, Any]:
         "prefill_gather": choice["prefill_gather"],
         "enable_prefix_caching": choice["prefix caching"] == "on",
         "kv_cache_dtype": choice["kv_cache_dtype"],
+        "step_form": choice["step_form"],
         **(transfer("kv_consumer") if choice["prompt computed"] != "here" else {}),
     }
 

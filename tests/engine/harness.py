@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dcpjax.attention.block import TokenSharding
-from dcpjax.cache.formats import storage_dtype
 from dcpjax.cache.pool import POOL_AXES, PoolShape
 from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, make_step
+from dcpjax.form import FORMS
 from dcpjax.mesh import ALL_RANKS, HeadLayout, decode_mesh, sharding
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.llama import Sharding
@@ -29,6 +29,7 @@ class Layout:
     page_size: int = 8
     exchange: str = "ag_rs"
     prefill_gather: str = "none"
+    form: str = "dynamic"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -40,6 +41,7 @@ class Layout:
             "block_size": self.page_size,
             "dcp_comm_backend": self.exchange,
             "prefill_gather": self.prefill_gather,
+            "step_form": self.form,
         }
 
 
@@ -71,7 +73,7 @@ class StepHarness:
         heads = HeadLayout(config.num_heads, config.num_kv_heads, layout.tp, layout.dcp)
         self.model = place_model(
             checkpoint,
-            Sharding(heads, layout.exchange, layout.prefill_gather),
+            Sharding(heads, layout.exchange, layout.prefill_gather, FORMS[layout.form]),
             self.mesh,
             dtype,
         )
@@ -82,6 +84,7 @@ class StepHarness:
             page_size=layout.page_size,
             width=2 * config.head_dim,
             dtype=jnp.dtype(kv_dtype or dtype),
+            is_native=FORMS[layout.form].native_pools,
         )
         self.step = make_step(
             self.model,
@@ -109,7 +112,7 @@ class StepHarness:
         ).compile()
 
     def _pool_of_nan(self, dcp: int) -> jax.Array:
-        stored = storage_dtype(self.pool_shape.dtype)
+        stored = self.pool_shape.storage_dtype
         nan = np.full((), -1).astype(stored) if stored.kind == "u" else np.float32(np.nan)
         values = np.full(self.pool_shape.array_shape(dcp), nan, stored)
         return jax.device_put(values, sharding(self.mesh, *POOL_AXES))

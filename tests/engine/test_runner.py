@@ -4,10 +4,10 @@ import jax
 import pytest
 
 from dcpjax.config import EngineConfig
-from dcpjax.engine import runner
 from dcpjax.engine.audit import StepAudit
 from dcpjax.engine.compilations import COMPILATIONS
 from dcpjax.engine.engine import Engine
+from dcpjax.engine.runner import Runner
 from dcpjax.errors import AuditError
 from tests.engine.serving import engine_of, request_of, serve
 from tests.golden.tiny import random_tokens
@@ -85,6 +85,6 @@ def test_a_compilation_after_warm_up_is_counted(engine):
 def test_a_step_that_moves_the_pool_is_refused(tiny, monkeypatch):
     """As a runtime that does not honour the donation would."""
     counts = iter(range(1000))
-    monkeypatch.setattr(runner, "_addresses", lambda pool: [next(counts)])
+    monkeypatch.setattr(Runner, "_addresses", lambda self: [next(counts)])
     with pytest.raises(AuditError, match="moved the KV pool"):
         engine_of(tiny, max_num_seqs=1)

@@ -36,6 +36,7 @@ OPTIONS = {
     "page_size": (8, 16, 64),
     "exchange": ("ag_rs", "a2a"),
     "prefill_gather": ("none", "q"),
+    "form": ("dynamic", "static", "unrolled"),
 }
 
 
@@ -59,6 +60,7 @@ def layout_of(choice) -> Layout:
         page_size=page_size,
         exchange=choice["exchange"],
         prefill_gather=choice["prefill_gather"],
+        form=choice["form"],
     )
 
 
