@@ -12,7 +12,7 @@ from itertools import accumulate
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Integer
+from jaxtyping import Integer, Shaped
 
 from dcpjax.layout import window_rows, write_slots
 
@@ -71,8 +71,7 @@ class Block:
         by_segment = tokens.reshape(self.rows, self.width, *tokens.shape[1:])
         if self.own.shape[1] == self.width:
             return by_segment
-        index = self.own.reshape(*self.own.shape, *(1,) * (tokens.ndim - 1))
-        return jnp.take_along_axis(by_segment, index, axis=1, mode="promise_in_bounds")
+        return take_tokens(by_segment, self.own)
 
     def write_slots(self) -> tuple[Integer[Array, " N"], Integer[Array, " N"]]:
         """Local page and offset of each ``own`` token; the scratch page for what is not kept."""
@@ -88,6 +87,20 @@ class Block:
             page_size=self.sharding.page_size,
             scratch_page=self.sharding.scratch_page,
         )
+
+
+def take_tokens(
+    values: Shaped[Array, "B T ..."], offsets: Integer[Array, "B S"]
+) -> Shaped[Array, "B S ..."]:
+    """values[b, offsets[b, s]] for every segment b.
+
+    The offsets are below T by their arithmetic. That they are is said once more, in a way that can
+    be proven from the program alone: a gather out of range ends a process on Neuron.
+    """
+    last = jnp.full((1, 1), values.shape[1] - 1, offsets.dtype)
+    index = jnp.minimum(offsets, last)
+    index = index.reshape(*offsets.shape, *(1,) * (values.ndim - 2))
+    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
 
 
 def window_offsets(

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jaxtyping import Float, Integer, Shaped
 
-from dcpjax.attention.block import Block, window_offsets
+from dcpjax.attention.block import Block, take_tokens, window_offsets
 from dcpjax.attention.decode import attend_block
 from dcpjax.attention.merge import MERGES, merge_scattered
 from dcpjax.attention.segment import segment_attention
@@ -46,7 +46,7 @@ def prefill_attention(
     )
     out, lse = (x.reshape(block.rows, block.width, *x.shape[1:]) for x in (out, lse))
     order = _rank_major_order(block)
-    out, lse = _take(out, order), _take(lse, order)
+    out, lse = take_tokens(out, order), take_tokens(lse, order)
     return MERGES[comm_backend](out, lse, DCP, scatter=1)
 
 
@@ -59,7 +59,7 @@ def gather_tokens(own: Float[Array, "B S ..."], block: Block) -> Float[Array, "B
             start, block.width, ranks=sharding.ranks, interleave=sharding.interleave
         )
     )(block.prior_lengths)
-    return _take(by_rank, order)
+    return take_tokens(by_rank, order)
 
 
 def _rank_major_order(block: Block) -> Integer[Array, "B width"]:
@@ -69,12 +69,6 @@ def _rank_major_order(block: Block) -> Integer[Array, "B width"]:
         for rank in range(block.sharding.ranks)
     ]
     return jnp.concatenate(rows, axis=1)
-
-
-def _take(values: Array, order: Array) -> Array:
-    """values[b, order[b, j]] for every segment b."""
-    index = order.reshape(*order.shape, *(1,) * (values.ndim - 2))
-    return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
 
 
 def segmented_attention_cp(

@@ -78,7 +78,8 @@ class Embedding(nnx.Module):
         weight = self.weight[...]
         local = tokens - rank * weight.shape[0]
         is_here = (local >= 0) & (local < weight.shape[0])
-        rows = jnp.take(weight, local, axis=0, mode="clip")
+        inside = jnp.clip(local, 0, weight.shape[0] - 1)  # Neuron's gathers bound nothing
+        rows = jnp.take(weight, inside, axis=0, mode="clip")
         rows = jnp.where(is_here[:, None], rows, jnp.zeros((), rows.dtype))
         return sum_ranks(rows, scattered=self.form.scattered_sums)
 
