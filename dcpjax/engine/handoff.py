@@ -44,7 +44,7 @@ class Handoff:
         self._local = local
         self._recomputes = config.kv_load_failure_policy == "recompute"
         self._wake = wake
-        self._unsettled: set[str] = set()
+        self._unsettled: dict[str, int] = {}  # pages of loads into which something may still write
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._source = KVSource(local, config, self._export_ended) if config.is_producer else None
         self._target = KVTarget(local, config, self._load_ended) if config.is_consumer else None
@@ -90,6 +90,7 @@ class Handoff:
     def stats(self) -> Mapping[str, Any]:
         return {
             **self._local.stats.shown(),
+            "num_quarantined_pages": sum(list(self._unsettled.values())),
             "num_leases": 0 if self._source is None else self._source.num_leases,
             "last_transfer": self._local.last_transfer,
         }
@@ -124,14 +125,13 @@ class Handoff:
         self._post(lambda remote: _end_export(remote, request_id))
 
     def _load_ended(self, end: LoadEnd) -> None:
-        if end.load.request_id in self._unsettled:
-            self._unsettled.discard(end.load.request_id)
+        if self._unsettled.pop(end.load.request_id, None) is not None:
             self._post(lambda remote: remote.settle_load(end.load))
         elif end.reason is None:
             self._post(lambda remote: remote.land(end.load))
         else:
             if not end.is_settled:
-                self._unsettled.add(end.load.request_id)
+                self._unsettled[end.load.request_id] = len(end.load.page_ids)
             error = None if self._recomputes else end.reason
             self._post(
                 lambda remote: remote.fail_load(end.load, error=error, is_settled=end.is_settled)

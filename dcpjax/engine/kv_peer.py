@@ -6,6 +6,7 @@ own.
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -26,15 +27,13 @@ from dcpjax.transfer.messages import (
     pack_page_ids,
 )
 from dcpjax.transfer.side_channel import channel_address
-from dcpjax.transfer.side_channel_client import PeerGoneError, SideChannelClient
+from dcpjax.transfer.side_channel_client import PeerGoneError, SideChannelClient, is_deserted
 
 _HELLO_SECONDS = 5.0
 _CALL_SECONDS = 10.0
 _LOAD_THREADS = 2
-_SILENCES = 10
-"""Timeouts of a transfer after which a source that was asked to write and is silent counts as dead:
-its pages would else be held for ever. One that stood still for so long and goes on would write into
-them."""
+_REMIND_SECONDS = 60.0
+"""Between two warnings about pages that a silent source may still write into."""
 _HELD = "the source holds the pages until they are read"
 _IDLE_SECONDS = 600.0
 """A source that nobody has asked for so long is left; it may not even exist any more."""
@@ -48,6 +47,7 @@ class SourcePeer:
     def __init__(self, local: LocalKV, remote: RemoteKV, closing: threading.Event) -> None:
         self._local = local
         self._engine_id = remote.engine_id
+        self._address = remote.host, remote.port
         self._client = SideChannelClient(channel_address(remote.host, remote.port))
         self._lock = threading.Lock()
         self._info: EngineInfo | None = None
@@ -170,11 +170,22 @@ class SourcePeer:
         return True
 
     def _settle(self, request_id: str) -> None:
-        """Until the source writes no more, or has been silent for so long that it must be dead."""
-        deadline = time.monotonic() + _SILENCES * self._local.timeout
-        while not self.give_up(request_id) and time.monotonic() < deadline:
+        """Until the source writes no more: it says so, or is gone. No silence is long enough."""
+        warned = -math.inf
+        while not (
+            self.give_up(request_id) or is_deserted(*self._address, timeout_s=_CALL_SECONDS)
+        ):
+            if time.monotonic() - warned >= _REMIND_SECONDS:
+                warned = time.monotonic()
+                _log.warning(
+                    "engine %s may still write KV of request %s and does not answer: the pages "
+                    "stay out of use until it does, or is gone",
+                    self._engine_id,
+                    request_id,
+                )
             if self._closing.wait(1.0):
                 return
+        _log.info("engine %s writes no KV of request %s any more", self._engine_id, request_id)
 
     def beat_once(self) -> None:
         """Tell the source which requests are wanted, unless it has not answered the last time."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from socket import create_connection
 from typing import TypeVar
 
 import zmq
@@ -44,6 +45,20 @@ class PeerSilentError(PeerError):
 
 class PeerGoneError(PeerError):
     """Another engine answers at the address of the one that was meant."""
+
+
+def is_deserted(host: str, port: int, *, timeout_s: float) -> bool:
+    """Whether a host says that nobody listens at a port. One that does not answer says nothing.
+
+    A listener lives as long as its engine may write, so then the engine is gone.
+    """
+    try:
+        create_connection((host, port), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class SideChannelClient:

@@ -276,6 +276,29 @@ def test_a_target_that_asks_no_more_is_forgotten(monkeypatch):
             exports.push(push(sides[1], sides[0], "b"))
 
 
+@pytest.mark.parametrize("end", ["answers", "is gone"])
+def test_pages_that_a_silent_source_may_write_are_kept_until_it(end, monkeypatch, caplog):
+    """However long that takes: a late write would land in pages of somebody else."""
+    monkeypatch.setattr(kv_peer, "_CALL_SECONDS", 0.1)
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=False, timeout=0.1) for name in ("source", "target")]
+    sides[0].backend.stopped.add("target")
+    with source(sides[0]) as (exports, _), target(sides[1]) as (loads, ends):
+        remote = offer(exports, "a")
+        loads.start(load(remote, "a"))
+        until(lambda: ends)
+        assert ends[0].reason is not None and not ends[0].is_settled
+        until(lambda: "stay out of use" in caplog.text)
+        time.sleep(20 * sides[1].local.timeout)  # many silences
+        assert len(ends) == 1
+        if end == "answers":
+            sides[0].backend.hanging[0].state = TransferState.FAILED
+        else:
+            exports._server.close()
+        until(lambda: len(ends) == 2)
+        assert ends[1].is_settled
+
+
 def test_an_abort_waits_for_all_that_writes():
     """Also where two targets were sent to fetch one prompt."""
     fabric = InProcessFabric()
