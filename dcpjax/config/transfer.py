@@ -33,6 +33,7 @@ class KVTransferConfig:
         backends: NIXL plugins, e.g. UCX, or LIBFABRIC for EFA.
         kv_lease_duration: for how long pages are kept for an engine that does not ask again.
         kv_lease_extension: what each of its heartbeats adds at least, counted from then.
+        kv_wait_timeout: a request that has waited for room for longer gives its KV up.
         transfer_timeout: a transfer that takes longer has failed.
     """
 
@@ -47,13 +48,14 @@ class KVTransferConfig:
     kv_lease_duration: float = 30.0
     kv_lease_extension: float = 20.0
     heartbeat_interval: float = 5.0
+    kv_wait_timeout: float = 300.0
     transfer_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         check_types(self)
         FILLED.check(self, "engine_id", "kv_ip", "advertised_ip", "backends")
         POSITIVE.check(self, "kv_lease_duration", "kv_lease_extension", "heartbeat_interval")
-        POSITIVE.check(self, "transfer_timeout")
+        POSITIVE.check(self, "kv_wait_timeout", "transfer_timeout")
         PORT.check(self, "kv_port")
         if self.host in _ALL_ADDRESSES:
             raise ConfigError(

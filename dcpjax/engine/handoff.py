@@ -47,7 +47,11 @@ class Handoff:
         self._unsettled: dict[str, int] = {}  # pages of loads into which something may still write
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._source = KVSource(local, config, self._export_ended) if config.is_producer else None
-        self._target = KVTarget(local, config, self._load_ended) if config.is_consumer else None
+        self._target = (
+            KVTarget(local, config, self._load_ended, self._waited_too_long)
+            if config.is_consumer
+            else None
+        )
 
     def accept(self, request: Request) -> None:
         """Read what a new request says about its KV.
@@ -136,6 +140,10 @@ class Handoff:
             self._post(
                 lambda remote: remote.fail_load(end.load, error=error, is_settled=end.is_settled)
             )
+
+    def _waited_too_long(self, request_id: str) -> None:
+        error = None if self._recomputes else "there is room for the KV of a request in time"
+        self._post(lambda remote: remote.stop_waiting(request_id, error=error))
 
     def _post(self, event: Event) -> None:
         self._events.put(event)

@@ -52,6 +52,7 @@ class SourcePeer:
         self._lock = threading.Lock()
         self._info: EngineInfo | None = None
         self._expected: dict[str, str] = {}  # our request id -> theirs
+        self._waiting: dict[str, float] = {}  # those without room yet -> since when
         self._is_beating = False
         self._closing = closing
         self._hanging: set[threading.Thread] = set()
@@ -63,10 +64,29 @@ class SourcePeer:
     def expect(self, request_id: str, remote: RemoteKV) -> None:
         with self._lock:
             self._expected[request_id] = remote.request_id
+            self._waiting[request_id] = time.monotonic()
+
+    def begin(self, request_id: str) -> None:
+        """There is room for an expected request."""
+        with self._lock:
+            self._waiting.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         with self._lock:
             self._expected.pop(request_id, None)
+            self._waiting.pop(request_id, None)
+
+    def drop_waiting(self, seconds: float) -> list[str]:
+        """Give up those that have waited for room for so long; returns their ids."""
+        horizon = time.monotonic() - seconds
+        with self._lock:
+            overdue = [name for name, since in self._waiting.items() if since <= horizon]
+            theirs = [self._expected.pop(name) for name in overdue]
+            for name in overdue:
+                del self._waiting[name]
+        for request_id in theirs:
+            self.give_up_later(request_id)
+        return overdue
 
     def touch(self) -> None:
         """Somebody is about to use it."""

@@ -213,6 +213,31 @@ def test_a_load_begins_when_no_earlier_step_writes_any_more(prefill, decode, mon
     decode.drain()
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_two_engines_do_not_wait_for_each_other_for_ever(policy, tiny, expected):
+    """Each is full of what it holds for the other, which has no room to take it."""
+    settings = {"num_pages": 8, "enable_prefix_caching": False}
+    roles = transfer("kv_both", kv_load_failure_policy=policy, kv_wait_timeout=0.5)
+    with node(tiny, **settings, **roles) as one, node(tiny, **settings, **roles) as two:
+        offers = [ask_prefill(side, PROMPTS[50]) for side in (two, one)]
+        requests = [decode_request(PROMPTS[50], offer, max_tokens=12) for offer in offers]
+        for side, request in zip((one, two), requests, strict=True):
+            side.engine.add(request)
+        for _ in range(20):
+            one.step(), two.step()
+        assert all(side.engine.scheduler.remote.num_loading == 0 for side in (one, two))
+        one.run(requests[0].request_id)
+        two.run(requests[1].request_id)
+        given_up = 0
+        for side, request in zip((one, two), requests, strict=True):
+            error = side.errors.get(request.request_id)
+            assert error is None or (policy == "fail" and "room" in error)
+            assert side.served[request.request_id].tokens == ([] if error else expected[50])
+            given_up += side.engine.stats()["kv_transfer"]["num_failed"]
+            side.drain()
+        assert given_up >= 1, "nobody had to wait"
+
+
 def test_an_offer_that_nobody_takes_expires(brief):
     expired = brief.engine.stats()["kv_transfer"]["num_expired"]
     ask_prefill(brief, PROMPTS[9])

@@ -111,7 +111,7 @@ def source(side: Side, **settings: Any) -> Iterator[tuple[KVSource, list[str]]]:
 def target(side: Side) -> Iterator[tuple[KVTarget, list[LoadEnd]]]:
     ends: list[LoadEnd] = []
     config = KVTransferConfig(kv_role="kv_consumer", heartbeat_interval=0.1)
-    target = KVTarget(side.local, config, ends.append)
+    target = KVTarget(side.local, config, ends.append, lambda request_id: None)
     try:
         yield target, ends
     finally:
