@@ -82,6 +82,7 @@ def _message(choose: random.Random, engine_id: str) -> Hello | Push | Landed | H
                 engine_id=engine_id,
                 connector_version=choose.randrange(3),
                 compatibility=digest,
+                factors={"model": request_id},
                 metadata=choose.randbytes(100),
             ),
             Push(

@@ -157,6 +157,7 @@ class Engine:
             engine_id=engine_id,
             weights=fingerprint(checkpoint),
             dtype=str(self.dtype),
+            transfer=config,
             pool=self.pool_shape,
             placement=self.placement,
             regions=regions,

@@ -22,7 +22,7 @@ from dcpjax.engine.request import Request
 from dcpjax.errors import RequestError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import TransferBackend
-from dcpjax.transfer.handshake import EngineInfo, compatibility_hash
+from dcpjax.transfer.handshake import EngineInfo, compatibility_factors
 from dcpjax.transfer.memory import RankMemory
 
 CACHE_FORMAT = "pages, layers, heads, tokens, keys | values"
@@ -167,6 +167,7 @@ def describe_engine(
     engine_id: str,
     weights: str,
     dtype: str,
+    transfer: KVTransferConfig,
     pool: PoolShape,
     placement: KVPlacement,
     regions: tuple[RankMemory, ...],
@@ -180,7 +181,7 @@ def describe_engine(
     """
     return EngineInfo(
         engine_id=engine_id,
-        compatibility=compatibility_hash(
+        factors=compatibility_factors(
             model=model.architecture,
             weights=weights,
             dtype=dtype,
@@ -198,6 +199,9 @@ def describe_engine(
         interleave=config.interleave,
         backend=backend.name,
         agent_metadata=backend.agent,
+        kv_lease_duration=transfer.kv_lease_duration,
+        kv_lease_extension=transfer.kv_lease_extension,
+        heartbeat_interval=transfer.heartbeat_interval,
     )
 
 

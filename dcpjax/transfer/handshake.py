@@ -1,11 +1,12 @@
 """Who an engine is, and whether two engines can exchange KV.
 
-What must agree is in the compatibility hash: a cache of one engine means the same bytes in the
+What must agree are the compatibility factors: a cache of one engine means the same bytes in the
 other. What may differ (parallel sizes, page size, interleave, number of pages) is in the
 :class:`EngineInfo`, from which the other side plans and binds.
 """
 
 import hashlib
+import math
 from dataclasses import asdict
 
 import msgspec
@@ -15,13 +16,22 @@ from dcpjax.layout import KVPlacement
 from dcpjax.layout.placement import KVShare
 from dcpjax.transfer.check import check_region
 from dcpjax.transfer.memory import RankMemory
-from dcpjax.transfer.messages import MAX_PAGES, MAX_RANKS, Digest, Hello, Id, Version, Welcome
+from dcpjax.transfer.messages import (
+    MAX_PAGES,
+    MAX_RANKS,
+    Digest,
+    Factors,
+    Hello,
+    Id,
+    Version,
+    Welcome,
+)
 
-CONNECTOR_VERSION = 1
+CONNECTOR_VERSION = 2
 """Of the messages, of EngineInfo and of what they mean. In the compatibility hash."""
 
 MAX_ADDRESS = 2**63 - 1
-_IN_WORDS = {"compatibility": "compatibility (model, weights, types and cache format)"}
+_IN_WORDS = {"compatibility": "compatibility (of all that one of them lists)"}
 _MAX_SIZE = 2**31 - 1
 
 
@@ -29,7 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One engine as its peers see it. Construction and decoding check it for contradictions.
 
     Attributes:
-        compatibility: of :func:`compatibility_hash`.
+        factors: of :func:`compatibility_factors`.
         regions: by rank of ``placement``.
         token_bytes: of one token of one head of one layer.
         tp_size: ranks without those that PCP multiplies: ``tp_size * pcp_size`` ranks in all.
@@ -37,13 +47,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         interleave: consecutive tokens on one of them; without meaning for a ``dcp_size`` of 1.
         backend: name of the transfer backend.
         agent_metadata: what the backend of a peer needs to connect.
+        kv_lease_duration, kv_lease_extension: how long it keeps pages, in seconds.
+        heartbeat_interval: how often it says which pages it wants, in seconds.
 
     Raises:
         TransferError: two of the fields contradict each other, or one is out of range.
     """
 
     engine_id: Id
-    compatibility: Digest
+    factors: Factors
     placement: KVPlacement
     regions: tuple[RankMemory, ...]
     token_bytes: int
@@ -52,11 +64,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     interleave: int
     backend: Id
     agent_metadata: bytes
+    kv_lease_duration: float
+    kv_lease_extension: float
+    heartbeat_interval: float
     pcp_size: int = 1
     connector_version: Version = CONNECTOR_VERSION
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+        _check_times(self)
         _check_shares(self)
         if len(self.regions) != self.placement.num_ranks:
             raise TransferError(
@@ -74,8 +90,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def page_size(self) -> int:
         return self.placement.page_size
 
+    @property
+    def compatibility(self) -> Digest:
+        """SHA-256, in hexadecimal, of the factors and of the version that gives them meaning."""
+        factors = {**self.factors, "connector_version": self.connector_version}
+        return hashlib.sha256(msgspec.json.encode(factors, order="sorted")).hexdigest()
 
-def compatibility_hash(
+
+def compatibility_factors(
     *,
     model: str,
     weights: str,
@@ -85,8 +107,8 @@ def compatibility_hash(
     num_hidden_layers: int,
     num_kv_heads: int,
     head_size: int,
-) -> str:
-    """SHA-256, in hexadecimal, of everything that two engines must have in common.
+) -> Factors:
+    """Everything that two engines must have in common.
 
     Args:
         model: the architecture.
@@ -95,8 +117,7 @@ def compatibility_hash(
         cache_format: how a token's bytes are laid out in a page.
         cache_dtype: of the stored values.
     """
-    factors = dict(
-        connector_version=CONNECTOR_VERSION,
+    return dict(
         model=model,
         weights=weights,
         dtype=dtype,
@@ -106,7 +127,6 @@ def compatibility_hash(
         num_kv_heads=num_kv_heads,
         head_size=head_size,
     )
-    return hashlib.sha256(msgspec.json.encode(factors, order="sorted")).hexdigest()
 
 
 def hello(ours: EngineInfo, *, engine_id: str) -> Hello:
@@ -115,6 +135,7 @@ def hello(ours: EngineInfo, *, engine_id: str) -> Hello:
         engine_id=engine_id,
         connector_version=ours.connector_version,
         compatibility=ours.compatibility,
+        factors=ours.factors,
         metadata=encode_engine(ours),
     )
 
@@ -124,6 +145,7 @@ def welcome(ours: EngineInfo) -> Welcome:
     return Welcome(
         connector_version=ours.connector_version,
         compatibility=ours.compatibility,
+        factors=ours.factors,
         metadata=encode_engine(ours),
     )
 
@@ -141,10 +163,13 @@ def meet(
         TransferError: what it says of itself is contradictory.
     """
     # Another version may have another EngineInfo: decoded only when both speak the same language.
-    for name in ("connector_version", "compatibility"):
-        _check_same(name, getattr(ours, name), getattr(greeting, name))
+    _check_factors(ours, greeting)
     theirs = decode_engine(greeting.metadata)
     check_compatible(ours, theirs, expected_engine_id=expected_engine_id)
+    if isinstance(greeting, Hello):
+        _check_leases(consumer=theirs, producer=ours)
+    else:
+        _check_leases(consumer=ours, producer=theirs)
     return theirs
 
 
@@ -156,7 +181,8 @@ def check_compatible(
     Raises:
         PeerError: names the two values that do not go together.
     """
-    for name in ("connector_version", "compatibility", "backend", "token_bytes"):
+    _check_factors(ours, theirs)
+    for name in ("backend", "token_bytes"):
         _check_same(name, getattr(ours, name), getattr(theirs, name))
     for name in ("layers", "kv_heads"):
         _check_same(name, getattr(ours.placement, name), getattr(theirs.placement, name))
@@ -196,6 +222,35 @@ def _check_same(name: str, ours: object, theirs: object) -> None:
     if ours != theirs:
         named = _IN_WORDS.get(name, name)
         raise PeerError(f"two engines must have the same {named}", ours=ours, theirs=theirs)
+
+
+def _check_factors(ours: EngineInfo, theirs: EngineInfo | Hello | Welcome) -> None:
+    """Name the first factor that differs; the hashes where it is one that only one side knows."""
+    _check_same("connector_version", ours.connector_version, theirs.connector_version)
+    if ours.compatibility == theirs.compatibility:
+        return
+    for name, value in ours.factors.items():
+        _check_same(name, value, theirs.factors.get(name))
+    _check_same("compatibility", ours.compatibility, theirs.compatibility)
+
+
+def _check_leases(*, consumer: EngineInfo, producer: EngineInfo) -> None:
+    """Pages that are wanted are asked for before they are given up."""
+    for name in ("kv_lease_duration", "kv_lease_extension"):
+        if consumer.heartbeat_interval >= getattr(producer, name):
+            raise PeerError(
+                f"a consumer's heartbeat_interval is below the producer's {name}",
+                heartbeat_interval=consumer.heartbeat_interval,
+                **{name: getattr(producer, name)},
+            )
+
+
+def _check_times(info: EngineInfo) -> None:
+    for name in ("kv_lease_duration", "kv_lease_extension", "heartbeat_interval"):
+        if not 0 < getattr(info, name) < math.inf:
+            raise TransferError(
+                f"{name} is a finite number of seconds above 0", **{name: getattr(info, name)}
+            )
 
 
 def _check_sizes(info: EngineInfo) -> None:

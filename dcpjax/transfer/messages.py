@@ -48,6 +48,14 @@ NumRanks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 Ranks = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)], ...], msgspec.Meta(max_length=MAX_RANKS)
 ]
+Factors = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(max_length=64)],
+        int | Annotated[str, msgspec.Meta(max_length=256)],
+    ],
+    msgspec.Meta(max_length=32),
+]
+"""What two engines must have in common, by name."""
 Ids = Annotated[tuple[Id, ...], msgspec.Meta(max_length=MAX_IDS)]
 Text = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
 
@@ -72,10 +80,14 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Hello(Call, frozen=True):
-    """``metadata`` is the consumer's EngineInfo, to be decoded once the first two fields agree."""
+    """``metadata`` is the consumer's EngineInfo, to be decoded once the first two fields agree.
+
+    ``compatibility`` is a hash of ``factors``, which tell what it is that does not agree.
+    """
 
     connector_version: Version
     compatibility: Digest
+    factors: Factors
     metadata: bytes
 
 
@@ -84,6 +96,7 @@ class Welcome(Reply, frozen=True):
 
     connector_version: Version
     compatibility: Digest
+    factors: Factors
     metadata: bytes
 
 

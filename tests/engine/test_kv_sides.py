@@ -83,7 +83,7 @@ class Side:
         self.backend.register(regions)
         info = EngineInfo(
             engine_id=name,
-            compatibility="0" * 64,
+            factors={},
             placement=KVPlacement.tensor_parallel(1, layers=LAYERS, kv_heads=HEADS, page_size=PAGE),
             regions=regions,
             token_bytes=TOKEN,
@@ -92,6 +92,9 @@ class Side:
             interleave=PAGE,
             backend=self.backend.name,
             agent_metadata=self.backend.agent,
+            kv_lease_duration=30.0,
+            kv_lease_extension=20.0,
+            heartbeat_interval=0.1,
         )
         self.local = LocalKV(info, self.backend, timeout=timeout)
 

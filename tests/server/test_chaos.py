@@ -168,7 +168,7 @@ class Producer:
     """Answers everything, and remembers nothing."""
 
     def hello(self, call: Any) -> Welcome:
-        return Welcome(connector_version=1, compatibility="0" * 64, metadata=b"")
+        return Welcome(connector_version=1, compatibility="0" * 64, factors={}, metadata=b"")
 
     def push(self, call: Any) -> Any:
         raise AssertionError("nobody has said Hello")

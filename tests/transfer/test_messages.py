@@ -42,7 +42,9 @@ from dcpjax.transfer.messages import (
 
 DIGEST = "0123456789abcdef" * 4
 CALLS = [
-    Hello(engine_id="p", connector_version=1, compatibility=DIGEST, metadata=b"\x00\xff"),
+    Hello(
+        engine_id="p", connector_version=1, compatibility=DIGEST, factors={}, metadata=b"\x00\xff"
+    ),
     Push(
         engine_id="p",
         request_id="r",
@@ -59,7 +61,7 @@ CALLS = [
     Abort(engine_id="p", request_id="r"),
 ]
 REPLIES = [
-    Welcome(connector_version=2**31 - 1, compatibility=DIGEST, metadata=b""),
+    Welcome(connector_version=2**31 - 1, compatibility=DIGEST, factors={}, metadata=b""),
     Pushed(),
     Released(ok=True),
     Released(ok=False),
@@ -171,7 +173,11 @@ def test_deep_nesting_is_an_error() -> None:
 def test_no_frame_is_longer_than_the_limit() -> None:
     def hello(num_bytes: int) -> Hello:
         return Hello(
-            engine_id="p", connector_version=1, compatibility=DIGEST, metadata=bytes(num_bytes)
+            engine_id="p",
+            connector_version=1,
+            compatibility=DIGEST,
+            factors={},
+            metadata=bytes(num_bytes),
         )
 
     rest = len(encode(hello(2**16))) - 2**16  # from here on a length takes as many bytes

@@ -51,7 +51,7 @@ ABORT = Abort(engine_id="p", request_id="r")
 PUSH = Push(
     engine_id="p", request_id="r", target_engine_id="d", first_token=0, num_tokens=0, page_ids=b""
 )
-HELLO = Hello(engine_id="p", connector_version=1, compatibility=DIGEST, metadata=b"")
+HELLO = Hello(engine_id="p", connector_version=1, compatibility=DIGEST, factors={}, metadata=b"")
 
 
 class FakeProducer:
@@ -65,7 +65,9 @@ class FakeProducer:
 
     def hello(self, call: Hello) -> Welcome:
         self.num_calls += 1
-        return Welcome(connector_version=1, compatibility=DIGEST, metadata=call.metadata)
+        return Welcome(
+            connector_version=1, compatibility=DIGEST, factors={}, metadata=call.metadata
+        )
 
     def push(self, call: Push) -> Future[Pushed]:
         self.num_calls += 1
@@ -302,7 +304,9 @@ def test_what_is_remembered_is_bounded(
     if limit == "_MAX_REMEMBERED":
         monkeypatch.setattr(side_channel, "_MAX_REMEMBERED", 3)
     else:
-        one = len(encode(Welcome(connector_version=1, compatibility=DIGEST, metadata=b"")))
+        one = len(
+            encode(Welcome(connector_version=1, compatibility=DIGEST, factors={}, metadata=b""))
+        )
         monkeypatch.setattr(side_channel, "_MAX_REMEMBERED_BYTES", 3 * one)
     ids = [bytes([number]) * 16 for number in range(4)]
     with (
