@@ -8,17 +8,8 @@ from collections.abc import Callable
 
 import zmq
 
-from dcpjax.transfer.messages import (
-    Abort,
-    Heartbeat,
-    Hello,
-    Landed,
-    OtherEngine,
-    Push,
-    decode_reply,
-    encode,
-    pack_page_ids,
-)
+from dcpjax.transfer.frames import decode_reply, encode, pack_page_ids
+from dcpjax.transfer.messages import Abort, Heartbeat, Hello, Landed, OtherEngine, Push
 from dcpjax.transfer.side_channel import CALL_ID_BYTES, channel_address
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)

@@ -22,7 +22,7 @@ from dcpjax.engine.request import Request
 from dcpjax.errors import RequestError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import TransferBackend
-from dcpjax.transfer.handshake import EngineInfo, compatibility_factors
+from dcpjax.transfer.engine_info import EngineInfo, compatibility_factors
 from dcpjax.transfer.memory import RankMemory
 
 CACHE_FORMAT = "pages, layers, heads, tokens, keys | values"

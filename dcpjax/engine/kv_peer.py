@@ -15,17 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dcpjax.engine.kv_local import LocalKV, UnsettledError
 from dcpjax.engine.remote_kv import KVLoad, RemoteKV
 from dcpjax.errors import DcpjaxError, PeerError, TransferError
-from dcpjax.transfer.handshake import EngineInfo, hello, meet
-from dcpjax.transfer.messages import (
-    MAX_IDS,
-    Abort,
-    Claim,
-    Heartbeat,
-    Landed,
-    PeerRefusedError,
-    Push,
-    pack_page_ids,
-)
+from dcpjax.transfer.engine_info import EngineInfo
+from dcpjax.transfer.frames import PeerRefusedError, pack_page_ids
+from dcpjax.transfer.handshake import hello, meet
+from dcpjax.transfer.messages import MAX_IDS, Abort, Claim, Heartbeat, Landed, Push
 from dcpjax.transfer.side_channel import channel_address
 from dcpjax.transfer.side_channel_client import PeerGoneError, SideChannelClient, is_deserted
 

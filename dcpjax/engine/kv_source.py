@@ -18,7 +18,9 @@ from dcpjax.config import KVTransferConfig
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.remote_kv import KVExport
 from dcpjax.errors import PeerError, TransferError
-from dcpjax.transfer.handshake import EngineInfo, meet, welcome
+from dcpjax.transfer.engine_info import EngineInfo
+from dcpjax.transfer.frames import pack_page_ids, unpack_page_ids
+from dcpjax.transfer.handshake import meet, welcome
 from dcpjax.transfer.lease import Landing, LeaseTable
 from dcpjax.transfer.messages import (
     Abort,
@@ -33,8 +35,6 @@ from dcpjax.transfer.messages import (
     Pushed,
     Released,
     Welcome,
-    pack_page_ids,
-    unpack_page_ids,
 )
 from dcpjax.transfer.side_channel import SideChannelServer
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 import zmq
 
 from dcpjax.errors import PeerError
+from dcpjax.transfer.frames import MessageError, decode_reply, encode, to_error
 from dcpjax.transfer.messages import (
     Abort,
     Aborted,
@@ -24,15 +25,11 @@ from dcpjax.transfer.messages import (
     HeartbeatReply,
     Hello,
     Landed,
-    MessageError,
     OtherEngine,
     Push,
     Pushed,
     Released,
     Welcome,
-    decode_reply,
-    encode,
-    to_error,
 )
 from dcpjax.transfer.side_channel import CALL_ID_BYTES, CUT_OFF_BYTES
 

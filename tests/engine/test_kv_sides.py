@@ -18,9 +18,11 @@ from dcpjax.engine.remote_kv import KVExport, KVLoad, RemoteKV
 from dcpjax.errors import PeerError, TransferError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferHandle, TransferState
-from dcpjax.transfer.handshake import EngineInfo, hello
+from dcpjax.transfer.engine_info import EngineInfo
+from dcpjax.transfer.frames import pack_page_ids
+from dcpjax.transfer.handshake import hello
 from dcpjax.transfer.memory import RankMemory
-from dcpjax.transfer.messages import Abort, Aborted, Landed, Push, pack_page_ids
+from dcpjax.transfer.messages import Abort, Aborted, Landed, Push
 
 PAGES, LAYERS, HEADS, PAGE, TOKEN = 8, 2, 2, 4, 16
 PATIENCE = 20.0

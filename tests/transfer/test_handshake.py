@@ -8,20 +8,18 @@ import pytest
 
 from dcpjax.errors import PeerError, TransferError
 from dcpjax.layout import KVPlacement
-from dcpjax.transfer.handshake import (
+from dcpjax.transfer.engine_info import (
     CONNECTOR_VERSION,
     MAX_ADDRESS,
     EngineInfo,
-    check_compatible,
     compatibility_factors,
     decode_engine,
     encode_engine,
-    hello,
-    meet,
-    welcome,
 )
+from dcpjax.transfer.frames import decode_call, decode_reply, encode
+from dcpjax.transfer.handshake import check_compatible, hello, meet, welcome
 from dcpjax.transfer.memory import RankMemory
-from dcpjax.transfer.messages import MAX_PAGES, decode_call, decode_reply, encode
+from dcpjax.transfer.messages import MAX_PAGES
 
 FACTORS = {
     "model": "LlamaForCausalLM",

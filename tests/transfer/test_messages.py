@@ -10,6 +10,17 @@ from hypothesis import strategies as st
 
 from dcpjax.errors import ContextLengthError, LayoutError, TransferError
 from dcpjax.transfer import messages
+from dcpjax.transfer.frames import (
+    MessageError,
+    PeerRefusedError,
+    decode_call,
+    decode_reply,
+    encode,
+    failed,
+    pack_page_ids,
+    to_error,
+    unpack_page_ids,
+)
 from dcpjax.transfer.messages import (
     MAX_FRAME_BYTES,
     MAX_IDS,
@@ -24,20 +35,11 @@ from dcpjax.transfer.messages import (
     HeartbeatReply,
     Hello,
     Landed,
-    MessageError,
     OtherEngine,
-    PeerRefusedError,
     Push,
     Pushed,
     Released,
     Welcome,
-    decode_call,
-    decode_reply,
-    encode,
-    failed,
-    pack_page_ids,
-    to_error,
-    unpack_page_ids,
 )
 
 DIGEST = "0123456789abcdef" * 4

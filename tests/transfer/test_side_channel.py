@@ -15,6 +15,7 @@ import zmq
 
 from dcpjax.errors import ConfigError, PeerError, TransferError
 from dcpjax.transfer import side_channel
+from dcpjax.transfer.frames import MessageError, PeerRefusedError, decode_reply, encode
 from dcpjax.transfer.messages import (
     MAX_FRAME_BYTES,
     Abort,
@@ -25,16 +26,12 @@ from dcpjax.transfer.messages import (
     HeartbeatReply,
     Hello,
     Landed,
-    MessageError,
     OtherEngine,
-    PeerRefusedError,
     Push,
     Pushed,
     Released,
     Reply,
     Welcome,
-    decode_reply,
-    encode,
 )
 from dcpjax.transfer.side_channel import CUT_OFF_BYTES, SideChannelServer, channel_address
 from dcpjax.transfer.side_channel_client import (
