@@ -87,8 +87,12 @@ def _message(choose: random.Random, engine_id: str) -> Hello | Push | Landed | H
             Landed(
                 engine_id=engine_id, request_id=request_id, target_ranks=(0,), num_target_ranks=1
             ),
-            Heartbeat(engine_id=engine_id, request_ids=(request_id,) * choose.randrange(1, 4)),
-            Abort(engine_id=engine_id, request_id=request_id),
+            Heartbeat(
+                engine_id=engine_id,
+                target_engine_id="nobody",
+                request_ids=(request_id,) * choose.randrange(1, 4),
+            ),
+            Abort(engine_id=engine_id, request_id=request_id, target_engine_id="nobody"),
         ]
     )
 

@@ -173,7 +173,11 @@ class SourcePeer:
 
     def give_up(self, request_id: str) -> bool:
         """Tell the source that a request is not wanted. Returns whether it writes no more."""
-        call = Abort(engine_id=self._engine_id, request_id=request_id)
+        call = Abort(
+            engine_id=self._engine_id,
+            request_id=request_id,
+            target_engine_id=self._local.info.engine_id,
+        )
         try:
             self._client.abort(call, timeout_s=_CALL_SECONDS)
         except PeerGoneError:  # another engine is there, so the one that could write is gone
@@ -214,10 +218,12 @@ class SourcePeer:
                 request_ids = list(dict.fromkeys(self._expected.values()))
             for start in range(0, len(request_ids), MAX_IDS):
                 wanted = tuple(request_ids[start : start + MAX_IDS])
-                self._client.heartbeat(
-                    Heartbeat(engine_id=self._engine_id, request_ids=wanted),
-                    timeout_s=_CALL_SECONDS,
+                call = Heartbeat(
+                    engine_id=self._engine_id,
+                    target_engine_id=self._local.info.engine_id,
+                    request_ids=wanted,
                 )
+                self._client.heartbeat(call, timeout_s=_CALL_SECONDS)
         except PeerError as error:
             _log.info("no heartbeat to engine %s: %s", self._engine_id, error)
         finally:
@@ -239,6 +245,7 @@ class SourcePeer:
         call = Claim(
             engine_id=self._engine_id,
             request_id=remote.request_id,
+            target_engine_id=self._local.info.engine_id,
             prompt_digest=remote.prompt_digest,
             page_ids=pack_page_ids(remote.page_ids),
         )

@@ -81,10 +81,11 @@ class Claim(Call, frozen=True):
     """Before anything moves: what the consumer was told of a request is what the producer offered.
 
     It was told through a client, which may be wrong, or lie. ``page_ids`` are those of the
-    producer, packed by :func:`pack_page_ids`.
+    producer, packed by :func:`dcpjax.transfer.frames.pack_page_ids`.
     """
 
     request_id: Id
+    target_engine_id: Id
     prompt_digest: Text
     page_ids: bytes
 
@@ -97,7 +98,7 @@ class Push(Call, frozen=True):
     """Write the tokens ``[first_token, num_tokens)`` of a request into the pages of a target.
 
     ``target_engine_id`` has said Hello. ``page_ids`` are its pages of the sequence, packed by
-    :func:`pack_page_ids`.
+    :func:`dcpjax.transfer.frames.pack_page_ids`.
     """
 
     request_id: Id
@@ -132,6 +133,7 @@ class Released(Reply, frozen=True):
 class Heartbeat(Call, frozen=True):
     """Extends the leases of these requests."""
 
+    target_engine_id: Id
     request_ids: Ids
 
 
@@ -142,9 +144,13 @@ class HeartbeatReply(Reply, frozen=True):
 
 
 class Abort(Call, frozen=True):
-    """The consumer gives the request up and waits for the answer before it reuses its pages."""
+    """The consumer gives the request up and waits for the answer before it reuses its pages.
+
+    Others may want it by now: a router that gets no answer of one target asks another one.
+    """
 
     request_id: Id
+    target_engine_id: Id
 
 
 class Aborted(Reply, frozen=True):

@@ -195,7 +195,9 @@ def test_nonsense_of_every_kind_is_survived(
             for seed in range(4):
                 send(random.Random(seed), "127.0.0.1", server.port)
             with pytest.raises(PeerGoneError):
-                client.abort(Abort(engine_id="another", request_id="r"), timeout_s=10)
+                client.abort(
+                    Abort(engine_id="another", target_engine_id="d", request_id="r"), timeout_s=10
+                )
     finally:
         client.close()
         server.close()

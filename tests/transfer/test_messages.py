@@ -57,10 +57,16 @@ CALLS = [
     ),
     Landed(engine_id="p", request_id="r", target_ranks=(0, 2), num_target_ranks=3),
     Landed(engine_id="p", request_id="r", target_ranks=(), num_target_ranks=MAX_RANKS),
-    Claim(engine_id="p", request_id="r", prompt_digest="0f", page_ids=pack_page_ids([1, 2])),
-    Heartbeat(engine_id="p", request_ids=("r", "ü" * 256)),
-    Heartbeat(engine_id="p", request_ids=()),
-    Abort(engine_id="p", request_id="r"),
+    Claim(
+        engine_id="p",
+        target_engine_id="d",
+        request_id="r",
+        prompt_digest="0f",
+        page_ids=pack_page_ids([1, 2]),
+    ),
+    Heartbeat(engine_id="p", target_engine_id="d", request_ids=("r", "ü" * 256)),
+    Heartbeat(engine_id="p", target_engine_id="d", request_ids=()),
+    Abort(engine_id="p", target_engine_id="d", request_id="r"),
 ]
 REPLIES = [
     Welcome(connector_version=2**31 - 1, compatibility=DIGEST, factors={}, metadata=b""),
