@@ -18,6 +18,7 @@ from dcpjax.cache.page_moves import gather_pages, scatter_pages
 from dcpjax.cache.pool import POOL_SPEC, PoolShape
 from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
+from dcpjax.engine.pool_mirror import MOVED_PAGES
 from dcpjax.engine.step import FROM_HOST, StepShape, make_step
 from dcpjax.mesh import ALL_RANKS, DCP, TP
 from dcpjax.models.checkpoint import open_checkpoint
@@ -30,8 +31,6 @@ from neuron.targets import Target
 
 HBM_SHARE = 0.85
 """Part of a core's memory that weights and pool may take; the rest is for activations."""
-MOVED_PAGES = 16
-"""Pages that one page program moves; longer lists take several calls."""
 
 
 @dataclass(frozen=True)

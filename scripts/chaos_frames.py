@@ -8,17 +8,8 @@ from collections.abc import Callable
 
 import zmq
 
-from dcpjax.transfer.messages import (
-    Abort,
-    Heartbeat,
-    Hello,
-    Landed,
-    OtherEngine,
-    Push,
-    decode_reply,
-    encode,
-    pack_page_ids,
-)
+from dcpjax.transfer.frames import decode_reply, encode, pack_page_ids
+from dcpjax.transfer.messages import Abort, Heartbeat, Hello, Landed, OtherEngine, Push
 from dcpjax.transfer.side_channel import CALL_ID_BYTES, channel_address
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
@@ -82,6 +73,7 @@ def _message(choose: random.Random, engine_id: str) -> Hello | Push | Landed | H
                 engine_id=engine_id,
                 connector_version=choose.randrange(3),
                 compatibility=digest,
+                factors={"model": request_id},
                 metadata=choose.randbytes(100),
             ),
             Push(
@@ -95,8 +87,12 @@ def _message(choose: random.Random, engine_id: str) -> Hello | Push | Landed | H
             Landed(
                 engine_id=engine_id, request_id=request_id, target_ranks=(0,), num_target_ranks=1
             ),
-            Heartbeat(engine_id=engine_id, request_ids=(request_id,) * choose.randrange(1, 4)),
-            Abort(engine_id=engine_id, request_id=request_id),
+            Heartbeat(
+                engine_id=engine_id,
+                target_engine_id="nobody",
+                request_ids=(request_id,) * choose.randrange(1, 4),
+            ),
+            Abort(engine_id=engine_id, request_id=request_id, target_engine_id="nobody"),
         ]
     )
 

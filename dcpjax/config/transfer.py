@@ -12,6 +12,7 @@ KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 KVConnector = Literal[
     "NixlConnector", "NeuronNixlConnector", "MooncakeConnector", "InProcessConnector"
 ]
+KVBufferDevice = Literal["auto", "cpu", "cuda"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
@@ -29,10 +30,13 @@ class KVTransferConfig:
         engine_id: how the identity of this process begins; the rest is new for each start.
         kv_load_failure_policy: what happens to a request whose KV cannot be loaded.
         kv_ip, kv_port: where the side channel listens; port 0 is any free one.
+        kv_buffer_device: memory that other engines read and write: cuda, the devices' own (whatever
+            they are); cpu, the host's, through which pages are copied; auto, cpu on Neuron.
         advertised_ip: address that other engines use, default ``kv_ip``.
         backends: NIXL plugins, e.g. UCX, or LIBFABRIC for EFA.
         kv_lease_duration: for how long pages are kept for an engine that does not ask again.
         kv_lease_extension: what each of its heartbeats adds at least, counted from then.
+        kv_wait_timeout: a request that has waited for room for longer gives its KV up.
         transfer_timeout: a transfer that takes longer has failed.
     """
 
@@ -42,18 +46,20 @@ class KVTransferConfig:
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     kv_ip: str = "127.0.0.1"
     kv_port: int = 0
+    kv_buffer_device: KVBufferDevice = "auto"
     advertised_ip: str | None = None
     backends: tuple[str, ...] = ("UCX",)
     kv_lease_duration: float = 30.0
     kv_lease_extension: float = 20.0
     heartbeat_interval: float = 5.0
+    kv_wait_timeout: float = 300.0
     transfer_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         check_types(self)
         FILLED.check(self, "engine_id", "kv_ip", "advertised_ip", "backends")
         POSITIVE.check(self, "kv_lease_duration", "kv_lease_extension", "heartbeat_interval")
-        POSITIVE.check(self, "transfer_timeout")
+        POSITIVE.check(self, "kv_wait_timeout", "transfer_timeout")
         PORT.check(self, "kv_port")
         if self.host in _ALL_ADDRESSES:
             raise ConfigError(

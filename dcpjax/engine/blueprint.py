@@ -148,6 +148,19 @@ class Blueprint:
         return tuple(sorted(set(pages)))
 
     @property
+    def mirrors_pool(self) -> bool:
+        """Whether other engines read and write pages in the host's memory."""
+        transfer = self.config.kv_transfer_config
+        buffer = "cuda" if transfer is None else transfer.kv_buffer_device
+        if buffer == "cuda" and transfer is not None and self.platform == "neuron":
+            raise UnsupportedCombination(
+                "JAX names no address of Neuron's memory, so kv_buffer_device is 'cpu' or 'auto'",
+                kv_buffer_device=buffer,
+                device=self.platform,
+            )
+        return buffer == "cpu" or (buffer == "auto" and self.platform == "neuron")
+
+    @property
     def placement(self) -> KVPlacement:
         """Which rank holds which layers, heads and tokens of the cache."""
         is_prefill_order = self.config.apply_prefill_dcp

@@ -18,6 +18,7 @@ from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_staging import StagingArea
 from dcpjax.engine.plan import Drain
+from dcpjax.engine.remote_kv import KVLoad
 from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
 from dcpjax.engine.sampler import check_biases
@@ -56,7 +57,7 @@ class Engine:
         self.max_model_len = self.blueprint.max_model_len
         transfer = config.kv_transfer_config
         engine_id = new_engine_id(None if transfer is None else transfer.engine_id)
-        backend = prepare_backend(config, self.model_config, engine_id, devices[0].platform)
+        backend = prepare_backend(config, self.model_config, engine_id, self._kv_platform)
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
             self.pool_shape = self._choose_pool()  # takes what the weights have left
@@ -98,7 +99,13 @@ class Engine:
             max_num_seqs=self.config.max_num_seqs,
             seed=self.config.seed,
             form=self.blueprint.form,
+            mirrors_pool=self.blueprint.mirrors_pool,
         )
+
+    @property
+    def _kv_platform(self) -> str:
+        """Of the memory that other engines read and write."""
+        return "cpu" if self.blueprint.mirrors_pool else self.blueprint.platform
 
     @property
     def placement(self) -> KVPlacement:
@@ -111,8 +118,8 @@ class Engine:
         config = self.config.kv_transfer_config
         if config is None or backend is None:
             return None
-        platform, regions = self._mesh.devices.flat[0].platform, self.runner.memory
-        is_staging = config.is_consumer and backend.pulls and platform == "cpu"
+        regions = self.runner.memory
+        is_staging = config.is_consumer and backend.pulls and self._kv_platform == "cpu"
         staging = StagingArea(len(regions)) if is_staging else None
         backend.register([*regions, *(staging.regions if staging else ())])
         info = describe_engine(
@@ -121,13 +128,19 @@ class Engine:
             engine_id=engine_id,
             weights=fingerprint(checkpoint),
             dtype=str(self.blueprint.dtype),
+            transfer=config,
             pool=self.pool_shape,
             placement=self.placement,
             regions=regions,
             backend=backend,
         )
         local = LocalKV(info, backend, timeout=config.transfer_timeout, staging=staging)
-        return Handoff(local, config, lambda: self._wake())
+        return Handoff(local, config, wake=lambda: self._wake(), land=self._land)
+
+    def _land(self, load: KVLoad) -> None:
+        """Pages arrived: let the devices have them before the request runs."""
+        first = load.first_token // self.config.virtual_page_size
+        self.runner.copy_in(load.page_ids[first:])
 
     @property
     def has_work(self) -> bool:
@@ -210,6 +223,8 @@ class Engine:
     def _serve_kv(self) -> dict[str, dict[str, Any]]:
         """Let the handoff begin what the scheduler wants; the offers of new exports, by request."""
         events = self.scheduler.remote.take_events()
+        for export in events.exports:
+            self.runner.copy_out(export.page_ids)
         return {} if self._handoff is None else self._handoff.serve(events)
 
     def reset_prefix_cache(self) -> None:

@@ -16,13 +16,13 @@ from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_source import KVSource
 from dcpjax.engine.kv_target import KVTarget, LoadEnd
-from dcpjax.engine.remote_kv import KVEvents, RemoteKV, prompt_digest
+from dcpjax.engine.remote_kv import KVEvents, KVLoad, RemoteKV, prompt_digest
 from dcpjax.engine.remote_work import RemoteWork
 from dcpjax.engine.request import Request
 from dcpjax.errors import RequestError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import TransferBackend
-from dcpjax.transfer.handshake import EngineInfo, compatibility_hash
+from dcpjax.transfer.engine_info import EngineInfo, compatibility_factors
 from dcpjax.transfer.memory import RankMemory
 
 CACHE_FORMAT = "pages, layers, heads, tokens, keys | values"
@@ -38,16 +38,28 @@ class Handoff:
 
     Args:
         wake: called, from any thread, when :meth:`apply` has something to do.
+        land: called with each load that arrived, by the engine's thread, before it is used.
     """
 
-    def __init__(self, local: LocalKV, config: KVTransferConfig, wake: Callable[[], None]) -> None:
-        self._local = local
+    def __init__(
+        self,
+        local: LocalKV,
+        config: KVTransferConfig,
+        *,
+        wake: Callable[[], None],
+        land: Callable[[KVLoad], None],
+    ) -> None:
+        self._local, self._land = local, land
         self._recomputes = config.kv_load_failure_policy == "recompute"
         self._wake = wake
-        self._unsettled: set[str] = set()
+        self._unsettled: dict[str, int] = {}  # pages of loads into which something may still write
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._source = KVSource(local, config, self._export_ended) if config.is_producer else None
-        self._target = KVTarget(local, config, self._load_ended) if config.is_consumer else None
+        self._target = (
+            KVTarget(local, config, self._load_ended, self._waited_too_long)
+            if config.is_consumer
+            else None
+        )
 
     def accept(self, request: Request) -> None:
         """Read what a new request says about its KV.
@@ -90,6 +102,7 @@ class Handoff:
     def stats(self) -> Mapping[str, Any]:
         return {
             **self._local.stats.shown(),
+            "num_quarantined_pages": sum(list(self._unsettled.values())),
             "num_leases": 0 if self._source is None else self._source.num_leases,
             "last_transfer": self._local.last_transfer,
         }
@@ -118,24 +131,31 @@ class Handoff:
                 param="kv_transfer_params",
             )
 
+    def _use(self, remote: RemoteWork, load: KVLoad) -> None:
+        self._land(load)
+        remote.land(load)
+
     # By any thread.
 
     def _export_ended(self, request_id: str) -> None:
         self._post(lambda remote: _end_export(remote, request_id))
 
     def _load_ended(self, end: LoadEnd) -> None:
-        if end.load.request_id in self._unsettled:
-            self._unsettled.discard(end.load.request_id)
+        if self._unsettled.pop(end.load.request_id, None) is not None:
             self._post(lambda remote: remote.settle_load(end.load))
         elif end.reason is None:
-            self._post(lambda remote: remote.land(end.load))
+            self._post(lambda remote: self._use(remote, end.load))
         else:
             if not end.is_settled:
-                self._unsettled.add(end.load.request_id)
+                self._unsettled[end.load.request_id] = len(end.load.page_ids)
             error = None if self._recomputes else end.reason
             self._post(
                 lambda remote: remote.fail_load(end.load, error=error, is_settled=end.is_settled)
             )
+
+    def _waited_too_long(self, request_id: str) -> None:
+        error = None if self._recomputes else "there is room for the KV of a request in time"
+        self._post(lambda remote: remote.stop_waiting(request_id, error=error))
 
     def _post(self, event: Event) -> None:
         self._events.put(event)
@@ -159,6 +179,7 @@ def describe_engine(
     engine_id: str,
     weights: str,
     dtype: str,
+    transfer: KVTransferConfig,
     pool: PoolShape,
     placement: KVPlacement,
     regions: tuple[RankMemory, ...],
@@ -172,7 +193,7 @@ def describe_engine(
     """
     return EngineInfo(
         engine_id=engine_id,
-        compatibility=compatibility_hash(
+        factors=compatibility_factors(
             model=model.architecture,
             weights=weights,
             dtype=dtype,
@@ -190,6 +211,9 @@ def describe_engine(
         interleave=config.interleave,
         backend=backend.name,
         agent_metadata=backend.agent,
+        kv_lease_duration=transfer.kv_lease_duration,
+        kv_lease_extension=transfer.kv_lease_extension,
+        heartbeat_interval=transfer.heartbeat_interval,
     )
 
 

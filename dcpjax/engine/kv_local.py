@@ -17,7 +17,7 @@ from dcpjax.engine.kv_staging import StagingArea, put_in_order, transfers
 from dcpjax.errors import TransferError
 from dcpjax.transfer.backend import TransferBackend, TransferHandle, TransferState
 from dcpjax.transfer.bind import BoundTransfer, bind
-from dcpjax.transfer.handshake import EngineInfo
+from dcpjax.transfer.engine_info import EngineInfo
 from dcpjax.transfer.memory import SequenceMemory
 from dcpjax.transfer.plan import TransferPlan, plan_transfer
 from dcpjax.transfer.staging import is_staging_faster

@@ -6,6 +6,7 @@ own.
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -14,27 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dcpjax.engine.kv_local import LocalKV, UnsettledError
 from dcpjax.engine.remote_kv import KVLoad, RemoteKV
 from dcpjax.errors import DcpjaxError, PeerError, TransferError
-from dcpjax.transfer.handshake import EngineInfo, hello, meet
-from dcpjax.transfer.messages import (
-    MAX_IDS,
-    Abort,
-    Claim,
-    Heartbeat,
-    Landed,
-    PeerRefusedError,
-    Push,
-    pack_page_ids,
-)
+from dcpjax.transfer.engine_info import EngineInfo
+from dcpjax.transfer.frames import PeerRefusedError, pack_page_ids
+from dcpjax.transfer.handshake import hello, meet
+from dcpjax.transfer.messages import MAX_IDS, Abort, Claim, Heartbeat, Landed, Push
 from dcpjax.transfer.side_channel import channel_address
-from dcpjax.transfer.side_channel_client import PeerGoneError, SideChannelClient
+from dcpjax.transfer.side_channel_client import PeerGoneError, SideChannelClient, is_deserted
 
 _HELLO_SECONDS = 5.0
 _CALL_SECONDS = 10.0
 _LOAD_THREADS = 2
-_SILENCES = 10
-"""Timeouts of a transfer after which a source that was asked to write and is silent counts as dead:
-its pages would else be held for ever. One that stood still for so long and goes on would write into
-them."""
+_REMIND_SECONDS = 60.0
+"""Between two warnings about pages that a silent source may still write into."""
 _HELD = "the source holds the pages until they are read"
 _IDLE_SECONDS = 600.0
 """A source that nobody has asked for so long is left; it may not even exist any more."""
@@ -48,10 +40,12 @@ class SourcePeer:
     def __init__(self, local: LocalKV, remote: RemoteKV, closing: threading.Event) -> None:
         self._local = local
         self._engine_id = remote.engine_id
+        self._address = remote.host, remote.port
         self._client = SideChannelClient(channel_address(remote.host, remote.port))
         self._lock = threading.Lock()
         self._info: EngineInfo | None = None
         self._expected: dict[str, str] = {}  # our request id -> theirs
+        self._waiting: dict[str, float] = {}  # those without room yet -> since when
         self._is_beating = False
         self._closing = closing
         self._hanging: set[threading.Thread] = set()
@@ -63,10 +57,29 @@ class SourcePeer:
     def expect(self, request_id: str, remote: RemoteKV) -> None:
         with self._lock:
             self._expected[request_id] = remote.request_id
+            self._waiting[request_id] = time.monotonic()
+
+    def begin(self, request_id: str) -> None:
+        """There is room for an expected request."""
+        with self._lock:
+            self._waiting.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         with self._lock:
             self._expected.pop(request_id, None)
+            self._waiting.pop(request_id, None)
+
+    def drop_waiting(self, seconds: float) -> list[str]:
+        """Give up those that have waited for room for so long; returns their ids."""
+        horizon = time.monotonic() - seconds
+        with self._lock:
+            overdue = [name for name, since in self._waiting.items() if since <= horizon]
+            theirs = [self._expected.pop(name) for name in overdue]
+            for name in overdue:
+                del self._waiting[name]
+        for request_id in theirs:
+            self.give_up_later(request_id)
+        return overdue
 
     def touch(self) -> None:
         """Somebody is about to use it."""
@@ -160,7 +173,11 @@ class SourcePeer:
 
     def give_up(self, request_id: str) -> bool:
         """Tell the source that a request is not wanted. Returns whether it writes no more."""
-        call = Abort(engine_id=self._engine_id, request_id=request_id)
+        call = Abort(
+            engine_id=self._engine_id,
+            request_id=request_id,
+            target_engine_id=self._local.info.engine_id,
+        )
         try:
             self._client.abort(call, timeout_s=_CALL_SECONDS)
         except PeerGoneError:  # another engine is there, so the one that could write is gone
@@ -170,11 +187,22 @@ class SourcePeer:
         return True
 
     def _settle(self, request_id: str) -> None:
-        """Until the source writes no more, or has been silent for so long that it must be dead."""
-        deadline = time.monotonic() + _SILENCES * self._local.timeout
-        while not self.give_up(request_id) and time.monotonic() < deadline:
+        """Until the source writes no more: it says so, or is gone. No silence is long enough."""
+        warned = -math.inf
+        while not (
+            self.give_up(request_id) or is_deserted(*self._address, timeout_s=_CALL_SECONDS)
+        ):
+            if time.monotonic() - warned >= _REMIND_SECONDS:
+                warned = time.monotonic()
+                _log.warning(
+                    "engine %s may still write KV of request %s and does not answer: the pages "
+                    "stay out of use until it does, or is gone",
+                    self._engine_id,
+                    request_id,
+                )
             if self._closing.wait(1.0):
                 return
+        _log.info("engine %s writes no KV of request %s any more", self._engine_id, request_id)
 
     def beat_once(self) -> None:
         """Tell the source which requests are wanted, unless it has not answered the last time."""
@@ -190,10 +218,12 @@ class SourcePeer:
                 request_ids = list(dict.fromkeys(self._expected.values()))
             for start in range(0, len(request_ids), MAX_IDS):
                 wanted = tuple(request_ids[start : start + MAX_IDS])
-                self._client.heartbeat(
-                    Heartbeat(engine_id=self._engine_id, request_ids=wanted),
-                    timeout_s=_CALL_SECONDS,
+                call = Heartbeat(
+                    engine_id=self._engine_id,
+                    target_engine_id=self._local.info.engine_id,
+                    request_ids=wanted,
                 )
+                self._client.heartbeat(call, timeout_s=_CALL_SECONDS)
         except PeerError as error:
             _log.info("no heartbeat to engine %s: %s", self._engine_id, error)
         finally:
@@ -215,6 +245,7 @@ class SourcePeer:
         call = Claim(
             engine_id=self._engine_id,
             request_id=remote.request_id,
+            target_engine_id=self._local.info.engine_id,
             prompt_digest=remote.prompt_digest,
             page_ids=pack_page_ids(remote.page_ids),
         )

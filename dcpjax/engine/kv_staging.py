@@ -14,7 +14,7 @@ import numpy as np
 
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.bind import BoundTransfer, Landing
-from dcpjax.transfer.handshake import EngineInfo
+from dcpjax.transfer.engine_info import EngineInfo
 from dcpjax.transfer.memory import RankMemory
 from dcpjax.transfer.plan import TransferPlan, plan_transfer
 from dcpjax.transfer.staging import StagingMemory, is_staging_faster, num_staging_pages

@@ -42,6 +42,8 @@ class KVTarget:
     Args:
         on_end: called, from any thread, once when a load ends, and once more when its pages are
             settled if they were not then.
+        on_overdue: called, from any thread, with the id of a request that was given up because it
+            has waited for room for too long.
     """
 
     def __init__(
@@ -49,9 +51,12 @@ class KVTarget:
         local: LocalKV,
         config: KVTransferConfig,
         on_end: Callable[[LoadEnd], None],
+        on_overdue: Callable[[str], None],
     ) -> None:
         self._local = local
         self._on_end = on_end
+        self._on_overdue = on_overdue
+        self._patience = config.kv_wait_timeout
         self._lock = threading.Lock()
         self._sources: dict[_Place, SourcePeer] = {}
         self._closing = threading.Event()
@@ -66,6 +71,7 @@ class KVTarget:
     def start(self, load: KVLoad) -> None:
         """Bring the KV of a load, in the background."""
         source = self._source(load.remote)
+        source.begin(load.request_id)
         source.loaders.submit(self._run, source, load)
 
     def cancel(self, request_id: str, remote: RemoteKV) -> None:
@@ -121,8 +127,16 @@ class KVTarget:
             with self._lock:
                 sources = list(self._sources.values())
             for source in sources:
+                self._drop_waiting(source)
                 source.beat_once()
             self._leave_idle()
+
+    def _drop_waiting(self, source: SourcePeer) -> None:
+        """Two engines could else wait for ever, each for the pages that it holds for the other."""
+        for request_id in source.drop_waiting(self._patience):
+            self._local.stats.add(num_failed=1)
+            _log.warning("KV of request %s is given up: there was no room in time", request_id)
+            self._on_overdue(request_id)
 
     def _leave_idle(self) -> None:
         with self._lock:

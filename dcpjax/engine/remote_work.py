@@ -116,6 +116,19 @@ class RemoteWork:
         else:
             self._lineup.end(request, FinishReason.ERROR, error)
 
+    def stop_waiting(self, request_id: str, *, error: str | None) -> None:
+        """The KV of a request is given up, if there is no room for it by now.
+
+        Args:
+            error: ends the request with this message; None: its prompt is computed here.
+        """
+        request = self._lineup.waiting.get(request_id)
+        if request is None or request.remote_kv is None:
+            return
+        request.remote_kv = None
+        if error is not None:
+            self._lineup.end(request, FinishReason.ERROR, error)
+
     def settle_load(self, load: KVLoad) -> None:
         """Nothing writes any more into the pages of a load that failed or was aborted."""
         self._orphans.release(load.request_id)

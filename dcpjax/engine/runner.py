@@ -22,6 +22,7 @@ from dcpjax.config import Progress
 from dcpjax.engine.audit import StepAudit, audit_step
 from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import Segment, StepPlan, StepShapes
+from dcpjax.engine.pool_mirror import PoolMirror
 from dcpjax.engine.request import TokenLogprobs
 from dcpjax.engine.sampler import SampledTokens, Sampler, SamplingForm
 from dcpjax.engine.step import (
@@ -75,6 +76,7 @@ class Runner:
         max_num_seqs: int,
         seed: int,
         form: StepForm = DYNAMIC,
+        mirrors_pool: bool = False,
     ) -> None:
         self._model, self._mesh, self._sharding = model, mesh, sharding
         self._vocab_size, self._form = vocab_size, form
@@ -102,6 +104,7 @@ class Runner:
             for shape in self._shapes
         }
         self._tables = PageTables(max_num_seqs, max(table_widths), pool_shape.scratch_page)
+        self._mirror = PoolMirror(pool_shape, mesh) if mirrors_pool else None
         self.audits: tuple[StepAudit, ...] = ()
 
     @property
@@ -114,7 +117,10 @@ class Runner:
 
     @property
     def memory(self) -> tuple[RankMemory, ...]:
-        """Where each rank's pages lie, by rank. The audit proves that they stay there."""
+        """Where other engines find each rank's pages, by rank: in the pool, of which the audit
+        proves that it stays there, or in the host's copy."""
+        if self._mirror is not None:
+            return self._mirror.memory
         shards = {shard.device: shard.data for shard in self._pool.addressable_shards}
         return tuple(_memory(shards[device], device) for device in self._mesh.devices.flat)
 
@@ -129,6 +135,16 @@ class Runner:
     @property
     def shape_names(self) -> list[str]:
         return [str(shape) for shape in self._shapes]
+
+    def copy_out(self, page_ids: Sequence[int]) -> None:
+        """Let other engines find pages as they are now, where they read the host's copy."""
+        if self._mirror is not None:
+            self._mirror.copy_out(self._pool, page_ids)
+
+    def copy_in(self, page_ids: Sequence[int]) -> None:
+        """Take over pages that other engines have written, where they write the host's copy."""
+        if self._mirror is not None:
+            self._pool = self._mirror.copy_in(self._pool, page_ids)
 
     def close(self) -> None:
         """Free the pool. Idempotent."""

@@ -58,6 +58,13 @@ _TRANSFER_COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:nixl_num_failed_transfers": ("num_failed", "KV loads or sends that failed"),
     "vllm:nixl_num_kv_expired_reqs": ("num_expired", "prompts whose KV nobody took in time"),
 }
+_TRANSFER_GAUGES: Mapping[str, tuple[str, str]] = {
+    "dcpjax:kv_leases": ("num_leases", "prompts whose KV others may still take"),
+    "dcpjax:kv_quarantined_pages": (
+        "num_quarantined_pages",
+        "pages of failed loads into which a silent engine may still write",
+    ),
+}
 
 
 class _EngineCollector(Collector):
@@ -75,8 +82,8 @@ class _EngineCollector(Collector):
         yield from self._counters(_COUNTERS, self.stats)
         if (transfers := self.stats.get("kv_transfer")) is not None:
             yield from self._counters(_TRANSFER_COUNTERS, transfers)
-            leases = transfers["num_leases"]
-            yield self._gauge("dcpjax:kv_leases", "prompts whose KV others may still take", leases)
+            for name, (key, help) in _TRANSFER_GAUGES.items():
+                yield self._gauge(name, help, transfers[key])
         num_shapes = len(self.stats["compiled_shapes"])
         yield self._gauge("dcpjax:compiled_shapes", "programs compiled in warm-up", num_shapes)
         yield self._cache_config()

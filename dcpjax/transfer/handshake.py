@@ -1,112 +1,15 @@
 """Who an engine is, and whether two engines can exchange KV.
 
-What must agree is in the compatibility hash: a cache of one engine means the same bytes in the
+What must agree are the compatibility factors: a cache of one engine means the same bytes in the
 other. What may differ (parallel sizes, page size, interleave, number of pages) is in the
 :class:`EngineInfo`, from which the other side plans and binds.
 """
 
-import hashlib
-from dataclasses import asdict
+from dcpjax.errors import PeerError
+from dcpjax.transfer.engine_info import EngineInfo, decode_engine, encode_engine
+from dcpjax.transfer.messages import Hello, Welcome
 
-import msgspec
-
-from dcpjax.errors import PeerError, TransferError
-from dcpjax.layout import KVPlacement
-from dcpjax.layout.placement import KVShare
-from dcpjax.transfer.check import check_region
-from dcpjax.transfer.memory import RankMemory
-from dcpjax.transfer.messages import MAX_PAGES, MAX_RANKS, Digest, Hello, Id, Version, Welcome
-
-CONNECTOR_VERSION = 1
-"""Of the messages, of EngineInfo and of what they mean. In the compatibility hash."""
-
-MAX_ADDRESS = 2**63 - 1
-_IN_WORDS = {"compatibility": "compatibility (model, weights, types and cache format)"}
-_MAX_SIZE = 2**31 - 1
-
-
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine as its peers see it. Construction and decoding check it for contradictions.
-
-    Attributes:
-        compatibility: of :func:`compatibility_hash`.
-        regions: by rank of ``placement``.
-        token_bytes: of one token of one head of one layer.
-        tp_size: ranks without those that PCP multiplies: ``tp_size * pcp_size`` ranks in all.
-        dcp_size: ranks that share the tokens of a sequence, whatever their order.
-        interleave: consecutive tokens on one of them; without meaning for a ``dcp_size`` of 1.
-        backend: name of the transfer backend.
-        agent_metadata: what the backend of a peer needs to connect.
-
-    Raises:
-        TransferError: two of the fields contradict each other, or one is out of range.
-    """
-
-    engine_id: Id
-    compatibility: Digest
-    placement: KVPlacement
-    regions: tuple[RankMemory, ...]
-    token_bytes: int
-    tp_size: int
-    dcp_size: int
-    interleave: int
-    backend: Id
-    agent_metadata: bytes
-    pcp_size: int = 1
-    connector_version: Version = CONNECTOR_VERSION
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-        _check_shares(self)
-        if len(self.regions) != self.placement.num_ranks:
-            raise TransferError(
-                "an engine has one memory region per rank",
-                regions=len(self.regions),
-                ranks=self.placement.num_ranks,
-            )
-        for rank, region in enumerate(self.regions):
-            _check_range(rank, region)
-            share = self.placement.shares[rank]
-            if not share.is_empty:
-                _check_region(rank, share, region, self)
-
-    @property
-    def page_size(self) -> int:
-        return self.placement.page_size
-
-
-def compatibility_hash(
-    *,
-    model: str,
-    weights: str,
-    dtype: str,
-    cache_format: str,
-    cache_dtype: str,
-    num_hidden_layers: int,
-    num_kv_heads: int,
-    head_size: int,
-) -> str:
-    """SHA-256, in hexadecimal, of everything that two engines must have in common.
-
-    Args:
-        model: the architecture.
-        weights: a fingerprint of the parameters.
-        dtype: of the computation.
-        cache_format: how a token's bytes are laid out in a page.
-        cache_dtype: of the stored values.
-    """
-    factors = dict(
-        connector_version=CONNECTOR_VERSION,
-        model=model,
-        weights=weights,
-        dtype=dtype,
-        cache_format=cache_format,
-        cache_dtype=cache_dtype,
-        num_hidden_layers=num_hidden_layers,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-    )
-    return hashlib.sha256(msgspec.json.encode(factors, order="sorted")).hexdigest()
+_IN_WORDS = {"compatibility": "compatibility (of all that one of them lists)"}
 
 
 def hello(ours: EngineInfo, *, engine_id: str) -> Hello:
@@ -115,6 +18,7 @@ def hello(ours: EngineInfo, *, engine_id: str) -> Hello:
         engine_id=engine_id,
         connector_version=ours.connector_version,
         compatibility=ours.compatibility,
+        factors=ours.factors,
         metadata=encode_engine(ours),
     )
 
@@ -124,6 +28,7 @@ def welcome(ours: EngineInfo) -> Welcome:
     return Welcome(
         connector_version=ours.connector_version,
         compatibility=ours.compatibility,
+        factors=ours.factors,
         metadata=encode_engine(ours),
     )
 
@@ -141,10 +46,13 @@ def meet(
         TransferError: what it says of itself is contradictory.
     """
     # Another version may have another EngineInfo: decoded only when both speak the same language.
-    for name in ("connector_version", "compatibility"):
-        _check_same(name, getattr(ours, name), getattr(greeting, name))
+    _check_factors(ours, greeting)
     theirs = decode_engine(greeting.metadata)
     check_compatible(ours, theirs, expected_engine_id=expected_engine_id)
+    if isinstance(greeting, Hello):
+        _check_leases(consumer=theirs, producer=ours)
+    else:
+        _check_leases(consumer=ours, producer=theirs)
     return theirs
 
 
@@ -156,7 +64,8 @@ def check_compatible(
     Raises:
         PeerError: names the two values that do not go together.
     """
-    for name in ("connector_version", "compatibility", "backend", "token_bytes"):
+    _check_factors(ours, theirs)
+    for name in ("backend", "token_bytes"):
         _check_same(name, getattr(ours, name), getattr(theirs, name))
     for name in ("layers", "kv_heads"):
         _check_same(name, getattr(ours.placement, name), getattr(theirs.placement, name))
@@ -175,95 +84,28 @@ def check_compatible(
         )
 
 
-def encode_engine(info: EngineInfo) -> bytes:
-    return msgspec.msgpack.encode(info)
-
-
-def decode_engine(metadata: bytes) -> EngineInfo:
-    """The inverse of :func:`encode_engine`.
-
-    Raises:
-        PeerError: the bytes are not understood.
-        TransferError: the fields contradict each other.
-    """
-    try:
-        return msgspec.msgpack.decode(metadata, type=EngineInfo)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError("a greeting describes an engine", reason=str(error)[:500]) from error
-
-
 def _check_same(name: str, ours: object, theirs: object) -> None:
     if ours != theirs:
         named = _IN_WORDS.get(name, name)
         raise PeerError(f"two engines must have the same {named}", ours=ours, theirs=theirs)
 
 
-def _check_sizes(info: EngineInfo) -> None:
-    placement = info.placement
-    sizes = {
-        "token_bytes": info.token_bytes,
-        "tp_size": info.tp_size,
-        "pcp_size": info.pcp_size,
-        "dcp_size": info.dcp_size,
-        "interleave": info.interleave,
-        "layers": placement.layers,
-        "kv_heads": placement.kv_heads,
-        "page_size": placement.page_size,
-    }
-    for name, size in sizes.items():
-        if not 1 <= size <= _MAX_SIZE:
-            raise TransferError(f"{name} is in [1, 2**31)", **{name: size})
-    if not placement.num_ranks == info.tp_size * info.pcp_size <= MAX_RANKS:
-        raise TransferError(
-            f"an engine has tp_size * pcp_size ranks, at most {MAX_RANKS}",
-            ranks=placement.num_ranks,
-            tp_size=info.tp_size,
-            pcp_size=info.pcp_size,
-        )
+def _check_factors(ours: EngineInfo, theirs: EngineInfo | Hello | Welcome) -> None:
+    """Name the first factor that differs; the hashes where it is one that only one side knows."""
+    _check_same("connector_version", ours.connector_version, theirs.connector_version)
+    if ours.compatibility == theirs.compatibility:
+        return
+    for name, value in ours.factors.items():
+        _check_same(name, value, theirs.factors.get(name))
+    _check_same("compatibility", ours.compatibility, theirs.compatibility)
 
 
-def _check_shares(info: EngineInfo) -> None:
-    """The placement shards tokens as the sizes say."""
-    for rank, share in enumerate(info.placement.shares):
-        if share.ranks != info.dcp_size:
-            raise TransferError(
-                "the tokens of every rank are sharded over dcp_size ranks",
-                rank=rank,
-                ranks=share.ranks,
-                dcp_size=info.dcp_size,
+def _check_leases(*, consumer: EngineInfo, producer: EngineInfo) -> None:
+    """Pages that are wanted are asked for before they are given up."""
+    for name in ("kv_lease_duration", "kv_lease_extension"):
+        if consumer.heartbeat_interval >= getattr(producer, name):
+            raise PeerError(
+                f"a consumer's heartbeat_interval is below the producer's {name}",
+                heartbeat_interval=consumer.heartbeat_interval,
+                **{name: getattr(producer, name)},
             )
-        if share.ranks > 1 and share.interleave != info.interleave:
-            raise TransferError(
-                "the tokens of every rank are sharded by the engine's interleave",
-                rank=rank,
-                share=share.interleave,
-                interleave=info.interleave,
-            )
-
-
-def _check_range(rank: int, region: RankMemory) -> None:
-    for name, value in asdict(region).items():
-        if not 0 <= value <= MAX_ADDRESS:
-            raise TransferError(
-                "addresses, counts and strides are in [0, 2**63)", rank=rank, **{name: value}
-            )
-    if region.num_pages > MAX_PAGES or region.address + region.num_bytes > MAX_ADDRESS:
-        raise TransferError(
-            "page ids fit into 31 bits and addresses into 63",
-            rank=rank,
-            address=region.address,
-            num_pages=region.num_pages,
-            page_stride=region.page_stride,
-        )
-
-
-def _check_region(rank: int, share: KVShare, region: RankMemory, info: EngineInfo) -> None:
-    """No value of a page lies inside another one, or outside its page."""
-    check_region("described", rank, share, info.page_size, region)
-    if region.token_bytes != info.token_bytes:
-        raise TransferError(
-            "a region has the engine's token_bytes",
-            rank=rank,
-            region=region.token_bytes,
-            token_bytes=info.token_bytes,
-        )

@@ -21,6 +21,7 @@ from typing import Protocol
 import zmq
 
 from dcpjax.errors import ConfigError, DcpjaxError
+from dcpjax.transfer.frames import MessageError, decode_call, encode, failed
 from dcpjax.transfer.messages import (
     MAX_FRAME_BYTES,
     Abort,
@@ -33,16 +34,12 @@ from dcpjax.transfer.messages import (
     HeartbeatReply,
     Hello,
     Landed,
-    MessageError,
     OtherEngine,
     Push,
     Pushed,
     Released,
     Reply,
     Welcome,
-    decode_call,
-    encode,
-    failed,
 )
 
 CALL_ID_BYTES = 16

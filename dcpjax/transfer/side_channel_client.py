@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from socket import create_connection
 from typing import TypeVar
 
 import zmq
 
 from dcpjax.errors import PeerError
+from dcpjax.transfer.frames import MessageError, decode_reply, encode, to_error
 from dcpjax.transfer.messages import (
     Abort,
     Aborted,
@@ -23,15 +25,11 @@ from dcpjax.transfer.messages import (
     HeartbeatReply,
     Hello,
     Landed,
-    MessageError,
     OtherEngine,
     Push,
     Pushed,
     Released,
     Welcome,
-    decode_reply,
-    encode,
-    to_error,
 )
 from dcpjax.transfer.side_channel import CALL_ID_BYTES, CUT_OFF_BYTES
 
@@ -44,6 +42,20 @@ class PeerSilentError(PeerError):
 
 class PeerGoneError(PeerError):
     """Another engine answers at the address of the one that was meant."""
+
+
+def is_deserted(host: str, port: int, *, timeout_s: float) -> bool:
+    """Whether a host says that nobody listens at a port. One that does not answer says nothing.
+
+    A listener lives as long as its engine may write, so then the engine is gone.
+    """
+    try:
+        create_connection((host, port), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class SideChannelClient:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dcpjax.config import KVTransferConfig
-from dcpjax.engine import kv_peer, kv_source
+from dcpjax.engine import kv_peer, kv_writers
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_source import KVSource
 from dcpjax.engine.kv_target import KVTarget, LoadEnd
@@ -18,9 +18,11 @@ from dcpjax.engine.remote_kv import KVExport, KVLoad, RemoteKV
 from dcpjax.errors import PeerError, TransferError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferHandle, TransferState
-from dcpjax.transfer.handshake import EngineInfo, hello
+from dcpjax.transfer.engine_info import EngineInfo
+from dcpjax.transfer.frames import pack_page_ids
+from dcpjax.transfer.handshake import hello
 from dcpjax.transfer.memory import RankMemory
-from dcpjax.transfer.messages import Abort, Aborted, Landed, Push, pack_page_ids
+from dcpjax.transfer.messages import Abort, Aborted, Claim, Heartbeat, Landed, Push
 
 PAGES, LAYERS, HEADS, PAGE, TOKEN = 8, 2, 2, 4, 16
 PATIENCE = 20.0
@@ -83,7 +85,7 @@ class Side:
         self.backend.register(regions)
         info = EngineInfo(
             engine_id=name,
-            compatibility="0" * 64,
+            factors={},
             placement=KVPlacement.tensor_parallel(1, layers=LAYERS, kv_heads=HEADS, page_size=PAGE),
             regions=regions,
             token_bytes=TOKEN,
@@ -92,6 +94,9 @@ class Side:
             interleave=PAGE,
             backend=self.backend.name,
             agent_metadata=self.backend.agent,
+            kv_lease_duration=30.0,
+            kv_lease_extension=20.0,
+            heartbeat_interval=0.1,
         )
         self.local = LocalKV(info, self.backend, timeout=timeout)
 
@@ -111,7 +116,7 @@ def source(side: Side, **settings: Any) -> Iterator[tuple[KVSource, list[str]]]:
 def target(side: Side) -> Iterator[tuple[KVTarget, list[LoadEnd]]]:
     ends: list[LoadEnd] = []
     config = KVTransferConfig(kv_role="kv_consumer", heartbeat_interval=0.1)
-    target = KVTarget(side.local, config, ends.append)
+    target = KVTarget(side.local, config, ends.append, lambda request_id: None)
     try:
         yield target, ends
     finally:
@@ -202,7 +207,7 @@ def test_nothing_is_read_for_an_expired_offer():
     sides[0].memory[:] = 7
     with source(sides[0]) as (exports, _), target(sides[1]) as (loads, ends):
         remote = offer(exports, "a")
-        assert exports.abort(Abort(engine_id="source", request_id="a")) == Aborted()
+        assert exports.abort(abort(sides[1], "a")) == Aborted()
         loads.start(load(remote, "a"))
         until(lambda: ends)
         assert "holds the pages" in ends[0].reason and not sides[1].memory.any()
@@ -262,7 +267,7 @@ def test_a_target_that_hangs_holds_up_no_other():
 
 def test_a_target_that_asks_no_more_is_forgotten(monkeypatch):
     """Decode engines that restart do not add up to threads."""
-    monkeypatch.setattr(kv_source, "_FORGET_SECONDS", 0.2)
+    monkeypatch.setattr(kv_writers, "_FORGET_SECONDS", 0.2)
     fabric = InProcessFabric()
     sides = [Side(fabric, name, pulls=False) for name in ("source", "target")]
     with source(sides[0], kv_lease_duration=1.0) as (exports, _):
@@ -270,14 +275,42 @@ def test_a_target_that_asks_no_more_is_forgotten(monkeypatch):
             greet(exports, sides[0], sides[1])
             offer(exports, name)
             exports.push(push(sides[1], sides[0], name)).result(PATIENCE)
-            until(lambda: not exports._targets)
+            until(lambda: not exports._writers._targets)
             until(lambda: not any("kv-push-target" in t.name for t in threading.enumerate()))
         with pytest.raises(PeerError, match="Hello first"):
             exports.push(push(sides[1], sides[0], "b"))
 
 
-def test_an_abort_waits_for_all_that_writes():
-    """Also where two targets were sent to fetch one prompt."""
+@pytest.mark.parametrize("end", ["answers", "is gone"])
+def test_pages_that_a_silent_source_may_write_are_kept_until_it(end, monkeypatch, caplog):
+    """However long that takes: a late write would land in pages of somebody else."""
+    monkeypatch.setattr(kv_peer, "_CALL_SECONDS", 0.1)
+    fabric = InProcessFabric()
+    sides = [Side(fabric, name, pulls=False, timeout=0.1) for name in ("source", "target")]
+    sides[0].backend.stopped.add("target")
+    with source(sides[0]) as (exports, _), target(sides[1]) as (loads, ends):
+        remote = offer(exports, "a")
+        loads.start(load(remote, "a"))
+        until(lambda: ends)
+        assert ends[0].reason is not None and not ends[0].is_settled
+        until(lambda: "stay out of use" in caplog.text)
+        time.sleep(20 * sides[1].local.timeout)  # many silences
+        assert len(ends) == 1
+        if end == "answers":
+            sides[0].backend.hanging[0].state = TransferState.FAILED
+        else:
+            exports._server.close()
+        until(lambda: len(ends) == 2)
+        assert ends[1].is_settled
+
+
+def abort(target: Side, name: str) -> Abort:
+    target_id = target.local.info.engine_id
+    return Abort(engine_id="source", request_id=name, target_engine_id=target_id)
+
+
+def test_an_abort_waits_for_what_writes_into_its_target():
+    """And for nothing else, and ends nothing that another target wants by now."""
     fabric = InProcessFabric()
     sides = [Side(fabric, name, pulls=False) for name in ("source", "slow", "good")]
     sides[0].backend.stopped.add("slow")
@@ -288,19 +321,52 @@ def test_an_abort_waits_for_all_that_writes():
         exports.push(push(sides[1], sides[0], "a"))
         until(lambda: sides[0].backend.hanging)
         exports.push(push(sides[2], sides[0], "a")).result(PATIENCE)
-        answer = exports.abort(Abort(engine_id="source", request_id="a"))
+        answer = exports.abort(abort(sides[1], "a"))
         time.sleep(0.1)
         assert not isinstance(answer, Aborted) and not answer.done() and not ended
         sides[0].backend.hanging[0].state = TransferState.FAILED
         assert answer.result(PATIENCE) == Aborted()
+        assert not ended, "the other target still has it"
+        assert exports.abort(abort(sides[2], "a")) == Aborted()
         until(lambda: ended == ["a"])
         landed = Landed(engine_id="source", request_id="a", target_ranks=(0,), num_target_ranks=1)
         assert not exports.landed(landed).ok
 
 
+@pytest.mark.parametrize("says", ["Heartbeat", "Claim"])
+def test_a_late_abort_takes_nothing_from_another_target(says):
+    """A router asks another engine with the same offer when it gets no answer of the first."""
+    side = Side(InProcessFabric(), "source", pulls=True)
+    first, second = (Side(InProcessFabric(), name, pulls=True) for name in ("first", "second"))
+    with source(side) as (exports, ended):
+        offer(exports, "a")
+        exports.heartbeat(
+            Heartbeat(engine_id="source", target_engine_id="first", request_ids=("a",))
+        )
+        if says == "Heartbeat":
+            exports.heartbeat(
+                Heartbeat(engine_id="source", target_engine_id="second", request_ids=("a",))
+            )
+        else:
+            exports.claim(
+                Claim(
+                    engine_id="source",
+                    target_engine_id="second",
+                    request_id="a",
+                    prompt_digest="digest",
+                    page_ids=pack_page_ids((3, 1)),
+                )
+            )
+        for _ in range(2):  # messages may come twice
+            assert exports.abort(abort(first, "a")) == Aborted()
+        assert exports.num_leases == 1 and not ended
+        assert exports.abort(abort(second, "a")) == Aborted()
+        assert exports.num_leases == 0 and ended == ["a"]
+
+
 def test_a_source_closes_while_a_target_hangs(monkeypatch):
     """And says that the write has failed only when it is over."""
-    monkeypatch.setattr(kv_source, "_CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(kv_writers, "_CLOSE_SECONDS", 0.3)
     fabric = InProcessFabric()
     sides = [Side(fabric, name, pulls=False) for name in ("source", "slow")]
     sides[0].backend.stopped.add("slow")

@@ -58,11 +58,13 @@ def test_pages_of_a_stalled_transfer_are_held_until_it_is_over(tiny, expected, s
         assert hand_over(prefill, decode, PROMPTS[50], max_tokens=12).tokens == expected[50]
         decode.step()
         assert decode.engine.stats()["kv_cache_usage"] > 0 == decode.engine.scheduler.has_work
+        assert decode.engine.stats()["kv_transfer"]["num_quarantined_pages"] == 7
         transfers.state = TransferState.DONE
         deadline = time.monotonic() + PATIENCE
         while decode.engine.stats()["kv_cache_usage"]:
             assert time.monotonic() < deadline, "pages are held for ever"
             decode.step()
+        assert not decode.engine.stats()["kv_transfer"]["num_quarantined_pages"]
 
 
 @pytest.mark.parametrize("connector", MODULES)

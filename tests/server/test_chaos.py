@@ -168,7 +168,7 @@ class Producer:
     """Answers everything, and remembers nothing."""
 
     def hello(self, call: Any) -> Welcome:
-        return Welcome(connector_version=1, compatibility="0" * 64, metadata=b"")
+        return Welcome(connector_version=1, compatibility="0" * 64, factors={}, metadata=b"")
 
     def push(self, call: Any) -> Any:
         raise AssertionError("nobody has said Hello")
@@ -195,7 +195,9 @@ def test_nonsense_of_every_kind_is_survived(
             for seed in range(4):
                 send(random.Random(seed), "127.0.0.1", server.port)
             with pytest.raises(PeerGoneError):
-                client.abort(Abort(engine_id="another", request_id="r"), timeout_s=10)
+                client.abort(
+                    Abort(engine_id="another", target_engine_id="d", request_id="r"), timeout_s=10
+                )
     finally:
         client.close()
         server.close()

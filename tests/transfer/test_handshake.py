@@ -8,20 +8,18 @@ import pytest
 
 from dcpjax.errors import PeerError, TransferError
 from dcpjax.layout import KVPlacement
-from dcpjax.transfer.handshake import (
+from dcpjax.transfer.engine_info import (
     CONNECTOR_VERSION,
     MAX_ADDRESS,
     EngineInfo,
-    check_compatible,
-    compatibility_hash,
+    compatibility_factors,
     decode_engine,
     encode_engine,
-    hello,
-    meet,
-    welcome,
 )
+from dcpjax.transfer.frames import decode_call, decode_reply, encode
+from dcpjax.transfer.handshake import check_compatible, hello, meet, welcome
 from dcpjax.transfer.memory import RankMemory
-from dcpjax.transfer.messages import MAX_PAGES, decode_call, decode_reply, encode
+from dcpjax.transfer.messages import MAX_PAGES
 
 FACTORS = {
     "model": "LlamaForCausalLM",
@@ -56,7 +54,7 @@ def engine(placement: KVPlacement | None = None, **changes: Any) -> EngineInfo:
     placement = placement or KVPlacement.tensor_parallel(3, **SHAPE)
     fields: dict[str, Any] = {
         "engine_id": "one",
-        "compatibility": compatibility_hash(**FACTORS),
+        "factors": compatibility_factors(**FACTORS),
         "placement": placement,
         "regions": regions(placement),
         "token_bytes": TOKEN_BYTES,
@@ -65,6 +63,9 @@ def engine(placement: KVPlacement | None = None, **changes: Any) -> EngineInfo:
         "interleave": placement.shares[0].interleave,
         "backend": "nixl",
         "agent_metadata": b"\x00agent\xff",
+        "kv_lease_duration": 30.0,
+        "kv_lease_extension": 20.0,
+        "heartbeat_interval": 5.0,
     }
     return EngineInfo(**{**fields, **changes})
 
@@ -115,6 +116,8 @@ def with_region(**changes: int) -> dict[str, Any]:
         ({"tp_size": -6, "pcp_size": -1}, "tp_size=-6"),
         ({"dcp_size": 3}, "dcp_size ranks .rank=0, ranks=2, dcp_size=3"),
         ({"interleave": 1}, "rank=0, share=4, interleave=1"),
+        ({"heartbeat_interval": 0.0}, "heartbeat_interval=0.0"),
+        ({"kv_lease_duration": float("inf")}, "kv_lease_duration=inf"),
         ({"token_bytes": 256}, "rank=0, region=512, token_bytes=256"),
         ({"token_bytes": 2**31}, "token_bytes=2147483648"),
         (with_region(token_bytes=511), "region=511, token_bytes=512"),
@@ -191,15 +194,15 @@ def test_what_describes_no_engine_is_not_understood(place: tuple[Any, ...], valu
 def test_each_factor_is_in_the_hash(name: str) -> None:
     value = FACTORS[name]
     other = value + 1 if isinstance(value, int) else value + "x"
-    assert compatibility_hash(**FACTORS) != compatibility_hash(**{**FACTORS, name: other})
+    assert engine().compatibility != engine(factors={**FACTORS, name: other}).compatibility
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:
     """A change of it makes engines of two releases refuse each other: raise the version too."""
-    assert CONNECTOR_VERSION == 1
-    expected = "8e62fe0952c6cf5969924af916d077d99b27626d18cb5d3297bab6a2e0540d45"
-    assert compatibility_hash(**FACTORS) == expected
-    assert compatibility_hash(**dict(reversed(FACTORS.items()))) == expected
+    assert CONNECTOR_VERSION == 2
+    expected = "80a547599fd6714e66d4e3c60b06aa1f0204a075ea880d7226886b318cc75989"
+    assert engine().compatibility == expected
+    assert engine(factors=dict(reversed(FACTORS.items()))).compatibility == expected
 
 
 @pytest.mark.parametrize("theirs", ENGINES)
@@ -210,7 +213,8 @@ def test_shapes_may_differ(theirs: EngineInfo) -> None:
         check_compatible(theirs, ours, expected_engine_id=ours.engine_id)
 
 
-OTHER_HASH = compatibility_hash(**{**FACTORS, "weights": "other"})
+FEWER_FACTORS = {name: value for name, value in FACTORS.items() if name != "head_size"}
+MORE_FACTORS = {**FACTORS, "rope": "yarn"}
 SMALLER = {**SHAPE, "layers": 29}
 FEWER = {**SHAPE, "kv_heads": 1}
 UNEVEN = {**SHAPE, "page_size": 24}
@@ -219,8 +223,13 @@ UNEVEN = {**SHAPE, "page_size": 24}
 @pytest.mark.parametrize(
     ("theirs", "rule"),
     [
-        (engine(compatibility=OTHER_HASH), f"same compatibility.*{OTHER_HASH}"),
-        (engine(connector_version=2), "same connector_version .ours=1, theirs=2"),
+        (engine(factors={**FACTORS, "weights": "1c"}), "same weights .ours='5af1', theirs='1c'"),
+        (engine(factors=FEWER_FACTORS), "same head_size .ours=64, theirs=None"),
+        (
+            engine(factors=MORE_FACTORS),
+            f"same compatibility.*{engine(factors=MORE_FACTORS).compatibility}",
+        ),
+        (engine(connector_version=3), "same connector_version .ours=2, theirs=3"),
         (engine(backend="mooncake"), "same backend .ours='nixl', theirs='mooncake'"),
         (
             engine(token_bytes=256, regions=regions(KVPlacement.tensor_parallel(3, **SHAPE), 256)),
@@ -250,8 +259,23 @@ def test_two_engines_meet_through_frames() -> None:
     assert meet(consumer, answer, expected_engine_id="producer") == producer
 
 
+@pytest.mark.parametrize("name", ["kv_lease_duration", "kv_lease_extension"])
+def test_a_consumer_that_asks_too_rarely_is_refused_by_both_sides(name: str) -> None:
+    consumer = engine(engine_id="consumer")
+    for seconds in (5.0, 5.1):
+        producer = engine(engine_id="producer", **{name: seconds})
+        if seconds > consumer.heartbeat_interval:
+            meet(consumer, welcome(producer))
+            meet(producer, hello(consumer, engine_id="producer"))
+            continue
+        with pytest.raises(PeerError, match=f"heartbeat_interval=5.0, {name}=5.0"):
+            meet(consumer, welcome(producer))
+        with pytest.raises(PeerError, match=f"heartbeat_interval=5.0, {name}=5.0"):
+            meet(producer, hello(consumer, engine_id="producer"))
+
+
 @pytest.mark.parametrize(
-    "changes", [{"connector_version": 7}, {"compatibility": OTHER_HASH}, {"metadata": b"\xc1"}]
+    "changes", [{"connector_version": 7}, {"compatibility": "0" * 64}, {"metadata": b"\xc1"}]
 )
 def test_an_engine_of_another_kind_need_not_be_understood(changes: dict[str, Any]) -> None:
     """Its metadata is looked at only when it can be of this version."""

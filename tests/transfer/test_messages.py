@@ -10,6 +10,17 @@ from hypothesis import strategies as st
 
 from dcpjax.errors import ContextLengthError, LayoutError, TransferError
 from dcpjax.transfer import messages
+from dcpjax.transfer.frames import (
+    MessageError,
+    PeerRefusedError,
+    decode_call,
+    decode_reply,
+    encode,
+    failed,
+    pack_page_ids,
+    to_error,
+    unpack_page_ids,
+)
 from dcpjax.transfer.messages import (
     MAX_FRAME_BYTES,
     MAX_IDS,
@@ -24,25 +35,18 @@ from dcpjax.transfer.messages import (
     HeartbeatReply,
     Hello,
     Landed,
-    MessageError,
     OtherEngine,
-    PeerRefusedError,
     Push,
     Pushed,
     Released,
     Welcome,
-    decode_call,
-    decode_reply,
-    encode,
-    failed,
-    pack_page_ids,
-    to_error,
-    unpack_page_ids,
 )
 
 DIGEST = "0123456789abcdef" * 4
 CALLS = [
-    Hello(engine_id="p", connector_version=1, compatibility=DIGEST, metadata=b"\x00\xff"),
+    Hello(
+        engine_id="p", connector_version=1, compatibility=DIGEST, factors={}, metadata=b"\x00\xff"
+    ),
     Push(
         engine_id="p",
         request_id="r",
@@ -53,13 +57,19 @@ CALLS = [
     ),
     Landed(engine_id="p", request_id="r", target_ranks=(0, 2), num_target_ranks=3),
     Landed(engine_id="p", request_id="r", target_ranks=(), num_target_ranks=MAX_RANKS),
-    Claim(engine_id="p", request_id="r", prompt_digest="0f", page_ids=pack_page_ids([1, 2])),
-    Heartbeat(engine_id="p", request_ids=("r", "ü" * 256)),
-    Heartbeat(engine_id="p", request_ids=()),
-    Abort(engine_id="p", request_id="r"),
+    Claim(
+        engine_id="p",
+        target_engine_id="d",
+        request_id="r",
+        prompt_digest="0f",
+        page_ids=pack_page_ids([1, 2]),
+    ),
+    Heartbeat(engine_id="p", target_engine_id="d", request_ids=("r", "ü" * 256)),
+    Heartbeat(engine_id="p", target_engine_id="d", request_ids=()),
+    Abort(engine_id="p", target_engine_id="d", request_id="r"),
 ]
 REPLIES = [
-    Welcome(connector_version=2**31 - 1, compatibility=DIGEST, metadata=b""),
+    Welcome(connector_version=2**31 - 1, compatibility=DIGEST, factors={}, metadata=b""),
     Pushed(),
     Released(ok=True),
     Released(ok=False),
@@ -171,7 +181,11 @@ def test_deep_nesting_is_an_error() -> None:
 def test_no_frame_is_longer_than_the_limit() -> None:
     def hello(num_bytes: int) -> Hello:
         return Hello(
-            engine_id="p", connector_version=1, compatibility=DIGEST, metadata=bytes(num_bytes)
+            engine_id="p",
+            connector_version=1,
+            compatibility=DIGEST,
+            factors={},
+            metadata=bytes(num_bytes),
         )
 
     rest = len(encode(hello(2**16))) - 2**16  # from here on a length takes as many bytes

@@ -15,6 +15,7 @@ import zmq
 
 from dcpjax.errors import ConfigError, PeerError, TransferError
 from dcpjax.transfer import side_channel
+from dcpjax.transfer.frames import MessageError, PeerRefusedError, decode_reply, encode
 from dcpjax.transfer.messages import (
     MAX_FRAME_BYTES,
     Abort,
@@ -25,16 +26,12 @@ from dcpjax.transfer.messages import (
     HeartbeatReply,
     Hello,
     Landed,
-    MessageError,
     OtherEngine,
-    PeerRefusedError,
     Push,
     Pushed,
     Released,
     Reply,
     Welcome,
-    decode_reply,
-    encode,
 )
 from dcpjax.transfer.side_channel import CUT_OFF_BYTES, SideChannelServer, channel_address
 from dcpjax.transfer.side_channel_client import (
@@ -47,11 +44,11 @@ LONG = 60.0
 """Seconds, for answers that come: the tests are over long before, unless something is broken."""
 DIGEST = "0" * 64
 LANDED = Landed(engine_id="p", request_id="r", target_ranks=(0,), num_target_ranks=1)
-ABORT = Abort(engine_id="p", request_id="r")
+ABORT = Abort(engine_id="p", target_engine_id="d", request_id="r")
 PUSH = Push(
     engine_id="p", request_id="r", target_engine_id="d", first_token=0, num_tokens=0, page_ids=b""
 )
-HELLO = Hello(engine_id="p", connector_version=1, compatibility=DIGEST, metadata=b"")
+HELLO = Hello(engine_id="p", connector_version=1, compatibility=DIGEST, factors={}, metadata=b"")
 
 
 class FakeProducer:
@@ -65,7 +62,9 @@ class FakeProducer:
 
     def hello(self, call: Hello) -> Welcome:
         self.num_calls += 1
-        return Welcome(connector_version=1, compatibility=DIGEST, metadata=call.metadata)
+        return Welcome(
+            connector_version=1, compatibility=DIGEST, factors={}, metadata=call.metadata
+        )
 
     def push(self, call: Push) -> Future[Pushed]:
         self.num_calls += 1
@@ -133,7 +132,7 @@ def test_every_message_has_its_answer(producer: FakeProducer, client: SideChanne
     assert client.landed(LANDED, timeout_s=LONG) == Released(ok=True)
     assert client.landed(LANDED, timeout_s=LONG) == Released(ok=False)
     assert client.abort(ABORT, timeout_s=LONG) == Aborted()
-    beat = Heartbeat(engine_id="p", request_ids=("a", "b"))
+    beat = Heartbeat(engine_id="p", target_engine_id="d", request_ids=("a", "b"))
     assert client.heartbeat(beat, timeout_s=LONG).request_ids == ("a", "b")
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(client.push, PUSH, timeout_s=LONG)
@@ -148,7 +147,7 @@ def test_many_threads_share_a_client_and_no_message_is_torn(
     def call_often(thread: int) -> None:
         for number in range(1000):
             ids = (f"{thread}", f"{number}", "x" * (number % 200 + 1))
-            beat = Heartbeat(engine_id="p", request_ids=ids)
+            beat = Heartbeat(engine_id="p", target_engine_id="d", request_ids=ids)
             assert client.heartbeat(beat, timeout_s=LONG).request_ids == ids
 
     with ThreadPoolExecutor(8) as pool:
@@ -302,7 +301,9 @@ def test_what_is_remembered_is_bounded(
     if limit == "_MAX_REMEMBERED":
         monkeypatch.setattr(side_channel, "_MAX_REMEMBERED", 3)
     else:
-        one = len(encode(Welcome(connector_version=1, compatibility=DIGEST, metadata=b"")))
+        one = len(
+            encode(Welcome(connector_version=1, compatibility=DIGEST, factors={}, metadata=b""))
+        )
         monkeypatch.setattr(side_channel, "_MAX_REMEMBERED_BYTES", 3 * one)
     ids = [bytes([number]) * 16 for number in range(4)]
     with (
@@ -376,7 +377,7 @@ def test_late_repeated_and_reordered_answers_are_nobody_elses() -> None:
 
     with strange_peer(serve) as address, closing(SideChannelClient(address)) as client:
         for number in range(20):
-            beat = Heartbeat(engine_id="p", request_ids=(str(number),))
+            beat = Heartbeat(engine_id="p", target_engine_id="d", request_ids=(str(number),))
             assert client.heartbeat(beat, timeout_s=LONG).request_ids == (str(number),)
 
 
@@ -584,7 +585,9 @@ def test_a_client_closes_while_nobody_listens() -> None:
         client = SideChannelClient(channel_address("127.0.0.1", port))
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(
-                client.heartbeat, Heartbeat(engine_id="a", request_ids=()), timeout_s=60
+                client.heartbeat,
+                Heartbeat(engine_id="a", target_engine_id="d", request_ids=()),
+                timeout_s=60,
             )
             time.sleep(0.2)
             closing_thread = threading.Thread(target=client.close, daemon=True)
