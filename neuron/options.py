@@ -26,6 +26,7 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "dtype": (),
     "kv_cache_dtype": (),
     "prefill_gather": (),
+    "step_form": (),
 }
 ENGINE_FIELDS = tuple(_SPELLINGS)
 """The fields of EngineConfig that decide about its programs."""

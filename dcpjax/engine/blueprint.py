@@ -133,7 +133,7 @@ class Blueprint:
     @property
     def step_shapes(self) -> StepShapes:
         # One-row products of 16-bit values are several times slower than two-row ones on XLA:CPU.
-        least = 2 if self.dtype == jnp.bfloat16 else 1
+        least = 2 if self.dtype == jnp.bfloat16 and self.platform == "cpu" else 1
         return StepShapes(
             decode_rows=decode_buckets(least, self.config.max_num_seqs),
             prefill=prefill_buckets(self.config),

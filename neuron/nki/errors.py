@@ -5,10 +5,10 @@ NkiError
 └── NkiShapeError (ValueError)   operands that the kernels are not made for
 """
 
-from dcpjax.errors import DcpjaxError
+from neuron.errors import NeuronError
 
 
-class NkiError(DcpjaxError):
+class NkiError(NeuronError):
     """Root of the errors of the NKI kernels."""
 
 
