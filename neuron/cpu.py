@@ -18,6 +18,7 @@ from dcpjax.engine.engine import Engine
 from dcpjax.engine.runner import Runner
 from dcpjax.engine.step import STEP_OUTPUTS
 from neuron.lowering import lower
+from neuron.program import to_bytes
 
 
 class CpuProgram:
@@ -79,7 +80,7 @@ class _HloRunner(Runner):
         num_parameters = len(jax.tree.leaves(arguments[0]))
         module = lower(step, arguments, name="step", aliases={0: num_parameters})
         outputs = list(zip(shapes, STEP_OUTPUTS, strict=True))
-        return CpuProgram(module.SerializeToString(), self.mesh, outputs)
+        return CpuProgram(to_bytes(module), self.mesh, outputs)
 
 
 class HloEngine(Engine):

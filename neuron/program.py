@@ -51,12 +51,17 @@ class Program:
     outputs: tuple[TensorSpec, ...]
 
     def to_bytes(self) -> bytes:
-        """The file that neuronx-cc reads: the same bytes for the same program, wherever it was
-        made."""
-        bare = Module()
-        bare.CopyFrom(self.module)
-        bare.ClearField("stack_frame_index")
-        for computation in bare.computations:
-            for instruction in computation.instructions:
-                instruction.ClearField("metadata")
-        return bare.SerializeToString(deterministic=True)
+        """The file that neuronx-cc reads."""
+        return to_bytes(self.module)
+
+
+def to_bytes(module: Any) -> bytes:
+    """A module without its source lines: the same bytes for the same program, wherever it was made
+    and from where it was called."""
+    bare = Module()
+    bare.CopyFrom(module)
+    bare.ClearField("stack_frame_index")
+    for computation in bare.computations:
+        for instruction in computation.instructions:
+            instruction.ClearField("metadata")
+    return bare.SerializeToString(deterministic=True)
