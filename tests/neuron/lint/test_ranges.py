@@ -6,17 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
 from neuron.hlo import entry, root
 from neuron.lint.graph import Graph
-from neuron.lint.interval import LIMITS, Interval, has_interval
+from neuron.lint.interval import Interval
 from neuron.lint.ranges import find_ranges
 from neuron.program import IndexRange, Program, TensorSpec
-from tests.neuron.lint.programs import program, spec
+from tests.neuron.lint.programs import program
 
 LENGTH = 5
 INT_TYPES = (np.int32, np.uint32, np.int8, np.uint8)

@@ -1,0 +1,70 @@
+"""Command-line options that name an engine, for programs that are made for one."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, get_args
+
+import click
+
+from dcpjax.cli.options import option
+from dcpjax.config import EngineConfig
+from neuron.targets import TARGETS
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_FIELDS = {item.name: item for item in dataclasses.fields(EngineConfig)}
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    # field of EngineConfig: short spellings beside the one of dcpjax serve
+    "tensor_parallel_size": ("--tp", "-tp"),
+    "decode_context_parallel_size": ("--dcp", "-dcp"),
+    "cp_kv_cache_interleave_size": ("--interleave",),
+    "block_size": (),
+    "max_model_len": (),
+    "max_num_seqs": (),
+    "max_num_batched_tokens": (),
+    "num_pages": (),
+    "dtype": (),
+    "kv_cache_dtype": (),
+    "prefill_gather": (),
+}
+ENGINE_FIELDS = tuple(_SPELLINGS)
+"""The fields of EngineConfig that decide about its programs."""
+
+
+def engine_options(function: Function) -> Function:
+    """Add the settings of an engine that decide about its programs, named as its fields."""
+    for name in reversed(_SPELLINGS):
+        function = _engine_option(name)(function)
+    return function
+
+
+def machine_options(function: Function) -> Function:
+    """Add --target and --lnc."""
+    function = option(
+        "Machine",
+        "--lnc",
+        default=2,
+        help="physical cores of a logical one, NEURON_LOGICAL_NC_CONFIG where the programs run",
+    )(function)
+    return option(
+        "Machine", "--target", type=click.Choice(list(TARGETS)), default="trn2", help="chip"
+    )(function)
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """The engine of these options; those that are none of an engine's are left out."""
+    return EngineConfig(model=options["model"], **{name: options[name] for name in ENGINE_FIELDS})
+
+
+def _engine_option(name: str) -> Callable[[Function], Function]:
+    item = _FIELDS[name]
+    choices = [choice for choice in get_args(item.type) if isinstance(choice, str)]
+    return option(
+        "Engine",
+        "--" + name.replace("_", "-"),
+        *_SPELLINGS[name],
+        name,
+        type=click.Choice(choices) if choices else int,
+        default=item.default,
+        help=item.metadata["help"],
+    )
