@@ -32,7 +32,8 @@ _VIEWS = {"bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barr
 _IN_PLACE = {"dynamic-update-slice", "scatter", "while"}
 _NO_MEMORY = {*_VIEWS, *_IN_PLACE, "parameter", "constant", "broadcast", "iota"}
 _NO_WORK = {*_VIEWS, "parameter", "constant"}
-_ROWS = {"gather": 0, "dynamic-slice": 0, "scatter": 2, "dynamic-update-slice": 1}
+_ROWS = {"gather": 0, "dynamic-slice": 0, "scatter": 3, "dynamic-update-slice": 2}
+"""What is moved: the result (0) or an operand (from 1)."""
 
 
 @dataclass(frozen=True)
@@ -140,22 +141,16 @@ def _row_tiles(dimensions: list[int]) -> int:
     return -(-math.prod(outer) // PARTITIONS) * -(-width // FREE)
 
 
-def _outputs(graph: Graph) -> list[Instruction]:
-    """What each element of the program's result is computed by."""
-    result = graph.root(graph.entry)
-    operands = graph.operands(result) if result.opcode == "tuple" else [result]
-    return [graph.resolve(operand) for operand in operands]
-
-
 def _output_bytes(graph: Graph) -> int:
-    aliased = {a.output_shape_index[0] for a in graph.module.input_output_alias.entries}
-    results = enumerate(_outputs(graph))
-    return sum(num_bytes(result.shape) for n, result in results if n not in aliased)
+    entries = graph.module.input_output_alias.entries
+    aliased = {tuple(alias.output_shape_index) for alias in entries}
+    outputs = graph.outputs.items()
+    return sum(num_bytes(output.shape) for index, output in outputs if index not in aliased)
 
 
 def _temporary_bytes(graph: Graph, computation: Computation) -> int:
     """The most bytes of arrays that this computation makes and still needs."""
-    outputs = {i.id for i in _outputs(graph)} if computation is graph.entry else set[int]()
+    outputs = {graph.resolve(output).id for output in graph.outputs.values()}
     last_use = _last_uses(graph, computation)
     ends: dict[int, int] = {}  # place of an instruction -> bytes that nobody needs after it
     alive = most = 0

@@ -1,6 +1,6 @@
 """A report as text, for people."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,7 @@ from neuron.lint.traffic import Collective
 from neuron.report import ProgramReport
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_SHOWN_GROUPS = 2
+_SHOWN_GROUPS, _SHOWN_RANKS = 2, 8
 _SAME_RULE = 5
 """Findings of one rule that are listed; the others are counted."""
 
@@ -56,10 +56,17 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def _collective(one: Collective) -> str:
-    groups = " ".join(f"{{{','.join(map(str, group))}}}" for group in one.groups[:_SHOWN_GROUPS])
-    more = " ..." if len(one.groups) > _SHOWN_GROUPS else ""
-    over = f", {len(one.groups)} groups of {one.group_size}: {groups}{more}" if one.groups else ""
-    return f"{one.count} times, {size_text(one.num_bytes)}{over}"
+    text = f"{one.count} times, {size_text(one.num_bytes)}"
+    if not one.groups:
+        return text
+    groups = [f"{{{_some(group, _SHOWN_RANKS)}}}" for group in one.groups]
+    return f"{text}, {len(groups)} groups of {one.group_size}: {_some(groups, _SHOWN_GROUPS)}"
+
+
+def _some(items: Sequence[object], count: int) -> str:
+    """The first items, with a sign that there are more."""
+    more = ("...",) if len(items) > count else ()
+    return " ".join(map(str, (*items[:count], *more)))
 
 
 def size_text(num_bytes: int) -> str:
