@@ -28,7 +28,7 @@ PARTITIONS = 128
 FREE = 512
 MAX_INSTRUCTIONS = 5_000_000
 
-_VIEWS = {"bitcast", "reshape", "get-tuple-element", "tuple", "optimization-barrier"}
+_VIEWS = {"bitcast", "reshape", "get-tuple-element", "tuple", "opt-barrier"}
 _IN_PLACE = {"dynamic-update-slice", "scatter", "while"}
 _NO_MEMORY = {*_VIEWS, *_IN_PLACE, "parameter", "constant", "broadcast", "iota"}
 _NO_WORK = {*_VIEWS, "parameter", "constant"}
