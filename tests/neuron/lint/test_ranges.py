@@ -203,6 +203,9 @@ def table(*limits: int) -> TensorSpec:
         (lambda x: x & np.int32(7), [index(0, 100)], (0, 7)),
         (lambda x: x | np.int32(4), [index(0, 8)], (4, 15)),
         (lambda x: lax.shift_right_logical(x, np.int32(2)), [index(4, 100)], (1, 25)),
+        (lambda x: lax.shift_right_logical(x, np.uint8(4)), [spec((), np.uint8)], (0, 15)),
+        (lambda x: x >> np.int32(2), [index(-9, 100)], (-3, 25)),
+        (lambda x: lax.shift_right_arithmetic(x, np.uint8(1)), [spec((), np.uint8)], (0, 255)),
         (lambda x: x << np.int32(3), [index(1, 3)], (8, 24)),
         # One step over the end of a type, and everything is possible.
         (lambda x: x + np.uint32(1), [spec((), np.uint32, 0, 2**32 - 2)], (1, 2**32 - 1)),
