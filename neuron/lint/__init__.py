@@ -10,7 +10,7 @@ from neuron.lint import collectives, dtypes, identifiers, indices, opcodes, shap
 from neuron.lint.graph import Graph
 from neuron.lint.model import Context as Context
 from neuron.lint.model import Finding as Finding
-from neuron.lint.model import Found
+from neuron.lint.model import Found as Found
 from neuron.lint.model import Rule as Rule
 from neuron.lint.source import source_line
 from neuron.program import Program
@@ -34,6 +34,7 @@ def lint(
     *,
     lnc: int = 2,
     operators: Iterable[str] | None = None,
+    further: Iterable[Rule] = (),
 ) -> list[Finding]:
     """The rules that a program breaks, errors and warnings.
 
@@ -42,12 +43,13 @@ def lint(
     Args:
         lnc: physical cores of a rank.
         operators: opcodes that ``neuronx-cc list-operators`` has printed, where that is known.
+        further: rules to check beside those of this package.
     """
     listed = None if operators is None else frozenset(operators)
     context = Context(program, target, lnc, listed)
     if wrong := [_finding(*found) for found in _broken(context, identifiers.ID_RULES)]:
         return wrong
-    others = _broken(context, RULES[len(identifiers.ID_RULES) :])
+    others = _broken(context, [*RULES[len(identifiers.ID_RULES) :], *further])
     return [_finding(*found, line_of=context.graph) for found in others]
 
 

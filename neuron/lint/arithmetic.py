@@ -107,12 +107,20 @@ def shift_left(shape: Any, a: Interval, b: Interval) -> Interval:
     return _unless(may_leave, scaled, whole(shape))
 
 
-def shift_right(shape: Any, a: Interval, b: Interval) -> Interval:
-    """Of non-negative values, where arithmetic and logical shifts are one."""
+def shift_right_logical(shape: Any, a: Interval, b: Interval) -> Interval:
     may_leave = (b.low < 0) | (b.high > 31) | (a.low < 0)
     amount = _without(b, may_leave)
     shifted = make(a.low >> amount.high, a.high >> amount.low)
     return _unless(may_leave, shifted, whole(shape))
+
+
+def shift_right_arithmetic(shape: Any, a: Interval, b: Interval) -> Interval:
+    """Copies of the highest bit come from the left, also into unsigned values."""
+    smallest, largest = LIMITS[shape.element_type]
+    has_highest = a.high > (largest >> 1) if smallest == 0 else np.zeros_like(a.high, bool)
+    may_leave = (b.low < 0) | (b.high > 31) | has_highest
+    low, high = corners(lambda x, amount: x >> amount, a, _without(b, may_leave))
+    return _unless(may_leave, make(low, high), whole(shape))
 
 
 def convert(shape: Any, x: Interval) -> Interval:
@@ -199,8 +207,8 @@ ELEMENTWISE: dict[str, Callable[..., Interval]] = {
     "or": logical_or,
     "xor": logical_xor,
     "shift-left": shift_left,
-    "shift-right-logical": shift_right,
-    "shift-right-arithmetic": shift_right,
+    "shift-right-logical": shift_right_logical,
+    "shift-right-arithmetic": shift_right_arithmetic,
     "convert": convert,
     "bitcast-convert": reinterpret,
     "select": select,

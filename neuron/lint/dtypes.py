@@ -45,7 +45,7 @@ def _arrays(context: Context) -> Iterator[tuple[Instruction, Any]]:
     What only hands tuples on is left out: the types are those of who made the arrays.
     """
     for instruction in context.graph:
-        if instruction.opcode in ("tuple", "get-tuple-element", "while", "optimization-barrier"):
+        if instruction.opcode in ("tuple", "get-tuple-element", "while", "opt-barrier"):
             continue
         yield from ((instruction, leaf) for leaf in leaves(instruction.shape))
 

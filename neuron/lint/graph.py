@@ -75,6 +75,15 @@ class Graph:
         return sorted(found, key=lambda i: i.parameter_number)
 
     @cached_property
+    def outputs(self) -> dict[tuple[int, ...], Instruction]:
+        """What the program's outputs are, by their indices in its result, which may be no tuple."""
+        result = self.root(self.entry)
+        if result.shape.element_type != ElementType.TUPLE:
+            return {(): result}
+        operands = self.operands(result) if result.opcode == "tuple" else []
+        return {(index,): operand for index, operand in enumerate(operands)}
+
+    @cached_property
     def users(self) -> dict[int, list[Instruction]]:
         """Those that have an instruction as an operand, by its id."""
         found: dict[int, list[Instruction]] = {number: [] for number in self._instructions}

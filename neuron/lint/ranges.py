@@ -241,7 +241,7 @@ _STRUCTURAL: dict[str, Callable[[Instruction, Sequence[Value]], Value]] = {
     "tuple": lambda _, operands: tuple(operands),
     "get-tuple-element": _element,
     "copy": lambda _, operands: operands[0],
-    "optimization-barrier": lambda _, operands: operands[0],
+    "opt-barrier": lambda _, operands: operands[0],
 }
 _MOVES: dict[str, Callable[[Instruction, Sequence[Sequence[int]], Sequence[Any]], Interval]] = {
     "broadcast": lambda i, _, x: movement.broadcast(i, *x),

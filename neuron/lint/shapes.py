@@ -53,16 +53,14 @@ def _undeclared_inputs(context: Context) -> Iterator[Found]:
 
 
 def _unequal_aliases(context: Context) -> Iterator[Found]:
-    results = context.graph.root(context.graph.entry).shape.tuple_shapes
-    parameters = context.graph.parameters
+    outputs, parameters = context.graph.outputs, context.graph.parameters
     for alias in context.module.input_output_alias.entries:
-        output, parameter = list(alias.output_shape_index), alias.parameter_number
+        output, parameter = tuple(alias.output_shape_index), alias.parameter_number
         found = {"output": output, "parameter": parameter}
-        exists = len(output) == 1 and output[0] < len(results) and parameter < len(parameters)
-        if not exists:
+        if output not in outputs or parameter >= len(parameters):
             yield None, found
             continue
-        shapes = shape_text(results[output[0]]), shape_text(parameters[parameter].shape)
+        shapes = shape_text(outputs[output].shape), shape_text(parameters[parameter].shape)
         if shapes[0] != shapes[1]:
             yield parameters[parameter], {**found, "shapes": shapes}
 
