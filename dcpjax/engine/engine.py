@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import jax.numpy as jnp
@@ -58,8 +59,25 @@ class Engine:
         )
         transfer = config.kv_transfer_config
         engine_id = new_engine_id(None if transfer is None else transfer.engine_id)
-        backend = prepare_backend(config, self.model_config, engine_id, devices[0].platform)
         self.max_model_len = _max_model_len(config, self.model_config.max_position_embeddings)
+        backend = prepare_backend(config, self.model_config, engine_id, devices[0].platform)
+        with ExitStack() as opened:  # closed again where something of the rest is refused
+            if backend is not None:
+                opened.callback(backend.close)
+            self._build(checkpoint, progress)
+            opened.callback(self.runner.close)
+            if backend is not None:
+                opened.callback(backend.close)  # before the pool, which it has registered
+            self._handoff = self._make_handoff(engine_id, backend, checkpoint)
+            opened.pop_all()
+        self._in_flight: Dispatched | None = None
+        self._num_steps = 0
+        self._is_blocked = False
+        self._is_dead = False
+
+    def _build(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
+        """Everything that computes: weights, pool, scheduler and compiled steps."""
+        config = self.config
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
             self.pool_shape = self._choose_pool()  # takes what the weights have left
@@ -76,11 +94,6 @@ class Engine:
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
         self._wake: Callable[[], None] = lambda: None
-        self._handoff = self._make_handoff(engine_id, backend, checkpoint)
-        self._in_flight: Dispatched | None = None
-        self._num_steps = 0
-        self._is_blocked = False
-        self._is_dead = False
 
     def _choose_pool(self) -> PoolShape:
         config, model = self.config, self.model_config

@@ -1,15 +1,17 @@
 """A prompt computed by one engine goes on in another, token for token as in one alone."""
 
+import threading
 import time
 
 import pytest
 
 from dcpjax.engine import kv_local, kv_staging
 from dcpjax.engine.handoff import new_engine_id
+from dcpjax.engine.kv_backends import PROCESS_FABRIC
 from dcpjax.engine.kv_target import KVTarget
 from dcpjax.engine.request import FinishReason
 from dcpjax.engine.scheduler import Scheduler
-from dcpjax.errors import MeshError, RequestError
+from dcpjax.errors import ConfigError, MeshError, RequestError
 from tests.engine.pair import (
     BRIEF,
     MODULES,
@@ -98,6 +100,8 @@ def test_any_shape_goes_on_in_any_other(
         assert not any(side["num_failed"] for side in sides)
         prefill.drain()
         decode.drain()
+        handed_over = prefill.engine.stats()["kv_transfer"]["num_handed_over"]
+        assert handed_over >= sum(n > 1 for n in PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +358,15 @@ def test_other_weights_are_refused_before_a_byte_moves(tiny, bare, decode):
         assert "same weights (ours=" in decode.errors[request.request_id]
         assert decode.engine.stats()["kv_transfer"]["num_bytes"] == before
         decode.drain()
+
+
+def test_an_engine_that_cannot_start_leaves_nothing_behind(tiny, prefill):
+    """Neither threads nor memory that a backend still knows."""
+    port = ask_prefill(prefill, PROMPTS[1])["remote_port"]
+    before = set(threading.enumerate()), dict(PROCESS_FABRIC.members)
+    with pytest.raises(ConfigError, match=f"port={port}"):
+        engine_of(tiny, **transfer("kv_both", kv_port=port))
+    assert (set(threading.enumerate()), PROCESS_FABRIC.members) == before
 
 
 def test_a_restarted_engine_is_another_one_whatever_its_name():
