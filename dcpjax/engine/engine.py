@@ -191,6 +191,11 @@ class Engine:
         """
         return self._is_blocked
 
+    @property
+    def num_offers(self) -> int:
+        """Prompts whose KV other engines may still take."""
+        return 0 if self._handoff is None else self._handoff.num_offers
+
     def on_wake(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, when a blocked engine has something to do."""
         self._wake = wake
@@ -205,15 +210,22 @@ class Engine:
             EngineDeadError: the engine was closed, or interrupted in a step.
         """
         self._check_alive()
+        if self._handoff is None:
+            _refuse_transfer(request.kv_transfer_params)
+            self._queue(request)
+            return
+        self._handoff.accept(request)
+        try:
+            self._queue(request)
+        except RequestError:
+            self._handoff.refuse(request)
+            raise
+        self._handoff.expect(request)
+
+    def _queue(self, request: Request) -> None:
         _check_tokens(request, self.model_config.vocab_size)
         check_biases(request)
-        if self._handoff is not None:
-            self._handoff.accept(request)
-        elif request.kv_transfer_params is not None:
-            _refuse_transfer(request.kv_transfer_params)
         self.scheduler.add(request)
-        if self._handoff is not None:
-            self._handoff.expect(request)
 
     def abort(self, request_id: str) -> None:
         """End a request at any moment; its ABORT output comes with the next step."""
@@ -373,8 +385,8 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
             )
 
 
-def _refuse_transfer(params: Mapping[str, Any]) -> None:
-    if KVTransferParams.read(params).asks_for_transfer:
+def _refuse_transfer(params: Mapping[str, Any] | None) -> None:
+    if params is not None and KVTransferParams.read(params).asks_for_transfer:
         raise RequestError(
             "an engine without --kv-transfer-config neither sends nor loads KV",
             param="kv_transfer_params",
