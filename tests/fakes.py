@@ -31,6 +31,7 @@ class CountUpEngine:
     aborted: list[str] = field(default_factory=list)
     num_steps: int = 0
     num_cache_resets: int = 0
+    num_offers: int = 0
     is_closed: bool = False
 
     def __post_init__(self) -> None:

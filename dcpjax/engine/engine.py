@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -58,6 +59,23 @@ class Engine:
         transfer = config.kv_transfer_config
         engine_id = new_engine_id(None if transfer is None else transfer.engine_id)
         backend = prepare_backend(config, self.model_config, engine_id, self._kv_platform)
+        with ExitStack() as opened:  # closed again where something of the rest is refused
+            if backend is not None:
+                opened.callback(backend.close)
+            self._build(checkpoint, progress)
+            opened.callback(self.runner.close)
+            if backend is not None:
+                opened.callback(backend.close)  # before the pool, which it has registered
+            self._handoff = self._make_handoff(engine_id, backend, checkpoint)
+            opened.pop_all()
+        self._in_flight: Dispatched | None = None
+        self._num_steps = 0
+        self._is_blocked = False
+        self._is_dead = False
+
+    def _build(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
+        """Everything that computes: weights, pool, scheduler and compiled steps."""
+        config = self.config
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
             self.pool_shape = self._choose_pool()  # takes what the weights have left
@@ -73,11 +91,6 @@ class Engine:
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
         self._wake: Callable[[], None] = lambda: None
-        self._handoff = self._make_handoff(engine_id, backend, checkpoint)
-        self._in_flight: Dispatched | None = None
-        self._num_steps = 0
-        self._is_blocked = False
-        self._is_dead = False
 
     def _choose_pool(self) -> PoolShape:
         shape = self.blueprint.pool_shape(num_pages=1)
@@ -154,6 +167,11 @@ class Engine:
         """
         return self._is_blocked
 
+    @property
+    def num_offers(self) -> int:
+        """Prompts whose KV other engines may still take."""
+        return 0 if self._handoff is None else self._handoff.num_offers
+
     def on_wake(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, when a blocked engine has something to do."""
         self._wake = wake
@@ -168,15 +186,22 @@ class Engine:
             EngineDeadError: the engine was closed, or interrupted in a step.
         """
         self._check_alive()
+        if self._handoff is None:
+            _refuse_transfer(request.kv_transfer_params)
+            self._queue(request)
+            return
+        self._handoff.accept(request)
+        try:
+            self._queue(request)
+        except RequestError:
+            self._handoff.refuse(request)
+            raise
+        self._handoff.expect(request)
+
+    def _queue(self, request: Request) -> None:
         _check_tokens(request, self.model_config.vocab_size)
         check_biases(request)
-        if self._handoff is not None:
-            self._handoff.accept(request)
-        elif request.kv_transfer_params is not None:
-            _refuse_transfer(request.kv_transfer_params)
         self.scheduler.add(request)
-        if self._handoff is not None:
-            self._handoff.expect(request)
 
     def abort(self, request_id: str) -> None:
         """End a request at any moment; its ABORT output comes with the next step."""
@@ -299,8 +324,8 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
             )
 
 
-def _refuse_transfer(params: Mapping[str, Any]) -> None:
-    if KVTransferParams.read(params).asks_for_transfer:
+def _refuse_transfer(params: Mapping[str, Any] | None) -> None:
+    if params is not None and KVTransferParams.read(params).asks_for_transfer:
         raise RequestError(
             "an engine without --kv-transfer-config neither sends nor loads KV",
             param="kv_transfer_params",

@@ -28,6 +28,8 @@ from dcpjax.transfer.memory import RankMemory
 CACHE_FORMAT = "pages, layers, heads, tokens, keys | values"
 """What the bytes of a page are, in the order of their strides."""
 
+_PARAM = "kv_transfer_params"
+
 Event = Callable[[RemoteWork], None]
 
 _log = logging.getLogger(__name__)
@@ -65,8 +67,7 @@ class Handoff:
         """Read what a new request says about its KV.
 
         Raises:
-            RequestError: it asks for what this engine does not do; or it contradicts its own prompt
-                and is not to be recomputed.
+            RequestError: it asks for what this engine does not do, or makes no sense.
         """
         if request.kv_transfer_params is None:
             return
@@ -76,12 +77,21 @@ class Handoff:
             request.exports_kv = True
         if params.do_remote_prefill:
             self._check_role(self._target, "loads KV from others", "kv_consumer")
-            request.remote_kv = self._read_remote(params, request)
+            request.remote_kv = _remote_kv(params, request.prompt_token_ids)
 
     def expect(self, request: Request) -> None:
         """An accepted request was queued."""
-        if self._target is not None and request.remote_kv is not None:
+        if self._target is None or request.remote_kv is None:
+            return
+        if request.remote_kv.is_same_prompt:
             self._target.expect(request.request_id, request.remote_kv)
+        else:
+            self._decline(request, request.remote_kv)
+
+    def refuse(self, request: Request) -> None:
+        """A request was not queued: nobody here wants its KV."""
+        if self._target is not None and request.remote_kv is not None:
+            self._target.cancel(request.request_id, request.remote_kv)
 
     def serve(self, events: KVEvents) -> dict[str, dict[str, Any]]:
         """Begin what the scheduler wants; returns the ``kv_transfer_params`` of new exports."""
@@ -99,11 +109,16 @@ class Handoff:
         while not self._events.empty():
             self._events.get()(remote)
 
+    @property
+    def num_offers(self) -> int:
+        """Prompts whose KV other engines may still take."""
+        return 0 if self._source is None else self._source.num_leases
+
     def stats(self) -> Mapping[str, Any]:
         return {
             **self._local.stats.shown(),
             "num_quarantined_pages": sum(list(self._unsettled.values())),
-            "num_leases": 0 if self._source is None else self._source.num_leases,
+            "num_leases": self.num_offers,
             "last_transfer": self._local.last_transfer,
         }
 
@@ -113,22 +128,23 @@ class Handoff:
             if part is not None:
                 part.close()
 
-    def _read_remote(self, params: KVTransferParams, request: Request) -> RemoteKV | None:
-        """Where its KV is; None where that is of another prompt, and this one is computed here."""
-        try:
-            return _remote_kv(params, request.prompt_token_ids)
-        except RequestError as error:
-            if not self._recomputes:
-                raise
-            self._local.stats.add(num_failed=1)
-            _log.warning("KV of request %s is not used: %s", request.request_id, error)
-            return None
+    def _decline(self, request: Request, remote: RemoteKV) -> None:
+        """Its KV is of another prompt. No fault of the client: a chat template may write the date,
+        so the call is worth another attempt from its beginning."""
+        self._local.stats.add(num_failed=1)
+        rule = (
+            "the engine that computed a prompt and the one that goes on read the same tokens "
+            f"(remote_num_tokens={remote.num_tokens}, prompt_tokens={request.num_tokens})"
+        )
+        _log.warning("KV of request %s is not used: %s", request.request_id, rule)
+        self.refuse(request)
+        self._stop_waiting(request.request_id, rule)
 
     def _check_role(self, part: object | None, does: str, role: str) -> None:
         if part is None:
             raise RequestError(
                 f"this engine {does}; it needs kv_role={role!r} or 'kv_both'",
-                param="kv_transfer_params",
+                param=_PARAM,
             )
 
     def _use(self, remote: RemoteWork, load: KVLoad) -> None:
@@ -154,7 +170,10 @@ class Handoff:
             )
 
     def _waited_too_long(self, request_id: str) -> None:
-        error = None if self._recomputes else "there is room for the KV of a request in time"
+        self._stop_waiting(request_id, "there is room for the KV of a request in time")
+
+    def _stop_waiting(self, request_id: str, rule: str) -> None:
+        error = None if self._recomputes else rule
         self._post(lambda remote: remote.stop_waiting(request_id, error=error))
 
     def _post(self, event: Event) -> None:
@@ -222,23 +241,19 @@ def _end_export(remote: RemoteWork, request_id: str) -> None:
 
 
 def _remote_kv(params: KVTransferParams, prompt: Sequence[int]) -> RemoteKV:
+    if params.remote_num_tokens is None:
+        raise RequestError("do_remote_prefill says how many tokens there are", param=_PARAM)
     digest = prompt_digest(prompt)
     theirs = params.remote_num_tokens, params.remote_prompt_digest or digest
-    if theirs != (len(prompt), digest):
-        raise RequestError(
-            "the engine that computed a prompt and the one that goes on read the same tokens",
-            param="kv_transfer_params",
-            remote_num_tokens=params.remote_num_tokens,
-            prompt_tokens=len(prompt),
-        )
     return RemoteKV(
         engine_id=params.remote_engine_id or "",
         request_id=params.remote_request_id or "",
         host=params.remote_host or "",
         port=params.remote_port or 0,
         page_ids=_page_ids(params.remote_block_ids or []),
-        num_tokens=len(prompt),
+        num_tokens=params.remote_num_tokens,
         prompt_digest=digest,
+        is_same_prompt=theirs == (len(prompt), digest),
     )
 
 
@@ -248,7 +263,7 @@ def _page_ids(listed: Sequence[int | list[int]]) -> tuple[int, ...]:
     if len(groups) > 1:
         raise RequestError(
             "all layers of a model here are one group of pages",
-            param="kv_transfer_params",
+            param=_PARAM,
             groups=len(groups),
         )
     return tuple(groups[0] if groups else [item for item in listed if isinstance(item, int)])

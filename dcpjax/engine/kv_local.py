@@ -50,13 +50,18 @@ class UnsettledError(TransferError):
 
 @dataclass
 class TransferStats:
-    """Sums over the transfers that this engine started. Changed under a lock by several threads."""
+    """Sums over the transfers that this engine started. Changed under a lock by several threads.
+
+    ``num_handed_over`` and ``num_expired`` are a producer's: prompts that another engine has, and
+    prompts that nobody took in time.
+    """
 
     num_transfers: int = 0
     num_bytes: int = 0
     num_descriptors: int = 0
     seconds: float = 0.0
     num_failed: int = 0
+    num_handed_over: int = 0
     num_expired: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -138,6 +138,7 @@ class KVSource:
     def landed(self, call: Landed) -> Released:
         landing = self._leases.land(call.request_id, call.target_ranks, call.num_target_ranks)
         if landing is Landing.RELEASED:
+            self._local.stats.add(num_handed_over=1)
             self._end(call.request_id)
         return Released(ok=landing is not Landing.UNKNOWN)
 

@@ -31,6 +31,7 @@ class RemoteKV:
         page_ids: from the beginning of the prompt, one per virtual page of that engine.
         num_tokens: tokens of the prompt that it computed.
         prompt_digest: of the prompt as it is here, see :func:`prompt_digest`.
+        is_same_prompt: whether that engine read the same tokens, as far as it has said.
     """
 
     engine_id: str
@@ -40,6 +41,7 @@ class RemoteKV:
     page_ids: tuple[int, ...]
     num_tokens: int
     prompt_digest: str = ""
+    is_same_prompt: bool = True
 
 
 @dataclass(frozen=True)

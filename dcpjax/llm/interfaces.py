@@ -26,6 +26,11 @@ class TokenEngine(Protocol):
         """Whether a step would do nothing before the function of :meth:`on_wake` is called."""
         ...
 
+    @property
+    def num_offers(self) -> int:
+        """Prompts whose KV other engines may still take, which ends when the engine closes."""
+        ...
+
     def on_wake(self, wake: Callable[[], None]) -> None:
         """Have ``wake`` called, from any thread, when something outside unblocks the engine."""
         ...

@@ -23,6 +23,8 @@ from dcpjax.server.errors import UnavailableError
 Result = TypeVar("Result")
 _Command = tuple[Callable[[TokenEngine], Any], Future[Any]]
 
+_OFFER_SECONDS = 0.05  # between two looks, at shutdown, for offers that are not yet taken
+
 _log = logging.getLogger(__name__)
 
 
@@ -88,6 +90,7 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}
         self._death: EngineDeadError | None = None
         self._is_accepting = True
+        self._is_ending = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._may_leave = asyncio.Event()
@@ -187,13 +190,20 @@ class EngineClient:
         self._is_accepting = False
 
     def abort_all(self) -> None:
-        """End every open request; each stream gets an output that says so."""
+        """End every open request; each stream gets an output that says so. Offers count no more."""
+        self._is_ending = True
         for request_id in list(self._streams):
             self._post(lambda engine, request_id=request_id: engine.abort(request_id))
 
     async def wait_idle(self) -> None:
         """Until no request is open."""
         await self._idle.wait()
+
+    async def wait_handed_over(self) -> None:
+        """Until nobody can still take what was computed for other engines, or :meth:`abort_all`."""
+        with contextlib.suppress(EngineDeadError):
+            while not self._is_ending and await self.call(lambda engine: engine.num_offers):
+                await asyncio.sleep(_OFFER_SECONDS)
 
     def _post(self, function: Callable[[TokenEngine], Result]) -> Future[Result]:
         future: Future[Result] = Future()

@@ -56,6 +56,7 @@ _TRANSFER_COUNTERS: Mapping[str, tuple[str, str]] = {
     "dcpjax:kv_transfer_descriptors": ("num_descriptors", "pieces that they moved"),
     "dcpjax:kv_transfer_seconds": ("seconds", "seconds that they took"),
     "vllm:nixl_num_failed_transfers": ("num_failed", "KV loads or sends that failed"),
+    "dcpjax:kv_handed_over": ("num_handed_over", "prompts whose KV another engine has taken"),
     "vllm:nixl_num_kv_expired_reqs": ("num_expired", "prompts whose KV nobody took in time"),
 }
 _TRANSFER_GAUGES: Mapping[str, tuple[str, str]] = {

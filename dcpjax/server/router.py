@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 import httpx
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -65,19 +65,7 @@ class _Router:
         ]
 
     async def relay(self, request: Request) -> "_Relay":
-        self._calls.check_accepting()
-        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        call = Call(
-            method=request.method,
-            path=request.scope["raw_path"].decode("ascii"),
-            body=await read_body(request),
-            headers={
-                **headers,
-                "x-request-id": request.state.request_id,
-                "accept-encoding": "identity",  # the bytes go on as they are
-            },
-        )
-        return _Relay(self._ways, self._calls, self._metrics, call)
+        return _Relay(self._ways, self._calls, self._metrics, request)
 
     async def health(self, request: Request) -> Response:
         self._calls.check_accepting()
@@ -92,35 +80,56 @@ class _Router:
 
 
 class _Relay:
-    """One call on its way, as an ASGI response."""
+    """One call on its way, as an ASGI response. It is open from the first byte of its body on."""
 
-    def __init__(self, ways: Ways, calls: OpenCalls, metrics: RouterMetrics, call: Call) -> None:
+    def __init__(
+        self, ways: Ways, calls: OpenCalls, metrics: RouterMetrics, request: Request
+    ) -> None:
         self._ways = ways
         self._calls = calls
         self._metrics = metrics
-        self._call = call
+        self._request = request
+        self._path: str = request.scope["raw_path"].decode("ascii")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = Sender(send)
         try:
-            await while_connected(receive, self._run(sender))
-        except ClientLeftError:  # which has cancelled the legs
+            await self._relay(sender)
+        except (ClientLeftError, ClientDisconnect):  # which has cancelled the legs
             outcome = Outcome.LEFT
         else:
             outcome = sender.outcome
-        if self._call.path in _GENERATING:
+        if self._path in _GENERATING:
             self._metrics.calls[outcome].inc()
 
-    async def _run(self, sender: Sender) -> None:
+    async def _relay(self, sender: Sender) -> None:
+        """Answer, or say what went wrong."""
         try:
-            async with self._calls.opened(), AsyncExitStack() as legs:
-                generates = self._call.path in _GENERATING
-                way = self._ways.generate if generates else self._ways.direct
-                await sender.send(await way(self._call, legs))
+            async with self._calls.opened():
+                call = await self._read_call()
+                await while_connected(self._request.receive, self._run(sender, call))
         except DcpjaxError as error:
             await sender.fail(error)
             if sender.outcome is Outcome.BROKEN:
                 _log.warning("a stream broke: %s", error)
+
+    async def _read_call(self) -> Call:
+        given = self._request.headers
+        return Call(
+            method=self._request.method,
+            path=self._path,
+            body=await read_body(self._request),
+            headers={
+                **{name: given[name] for name in _PASSED_ON if name in given},
+                "x-request-id": self._request.state.request_id,
+                "accept-encoding": "identity",  # the bytes go on as they are
+            },
+        )
+
+    async def _run(self, sender: Sender, call: Call) -> None:
+        async with AsyncExitStack() as legs:
+            way = self._ways.generate if self._path in _GENERATING else self._ways.direct
+            await sender.send(await way(call, legs))
 
 
 def create_router(

@@ -89,3 +89,6 @@ class OpenCalls:
     async def wait_idle(self) -> None:
         """Until no call is open."""
         await self._idle.wait()
+
+    async def wait_handed_over(self) -> None:
+        """The router has nothing that an engine might still take."""

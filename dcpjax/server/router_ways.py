@@ -136,8 +136,14 @@ class Ways:
 
     def _note_failure(self, peer: Peer, outcome: Answer | LegError) -> None:
         self._metrics.failed_legs[peer.role].inc()
-        said = outcome.summary if isinstance(outcome, Answer) else str(outcome)
-        _log.warning("the %s engine at %s gave no good answer: %s", peer.role.value, peer.url, said)
+        if isinstance(outcome, Answer):
+            _log.warning(
+                "the %s engine at %s answered %s", peer.role.value, peer.url, outcome.summary
+            )
+        else:
+            _log.warning(
+                "the %s engine at %s did not answer: %s", peer.role.value, peer.url, outcome
+            )
 
     async def _ask(
         self, peer: Peer, call: Call, legs: AsyncExitStack, is_good: Callable[[Answer], bool]

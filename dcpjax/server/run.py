@@ -1,8 +1,9 @@
 """Runs the application under uvicorn: binds the port early, shuts down in order.
 
-The first signal refuses new calls and lets running ones finish for a while, then ends each of them
-properly; the second one ends them at once; the third one leaves without waiting for anything, be it
-the step that the engine is in. When the engine fails, every stream says so and the server ends.
+The first signal refuses new calls, lets running ones finish for a while and other engines take what
+was computed for them, then ends each of them properly; the second one ends them at once; the third
+one leaves without waiting for anything, be it the step that the engine is in. When the engine
+fails, every stream says so and the server ends.
 """
 
 import asyncio
@@ -83,6 +84,10 @@ class Calls(Protocol):
         ...
 
     async def wait_idle(self) -> None: ...
+
+    async def wait_handed_over(self) -> None:
+        """Until no other process needs this one any more for what it has answered."""
+        ...
 
 
 def bind(config: Address) -> socket.socket:
@@ -227,9 +232,11 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
     async def _drain(self) -> None:
-        """Wait for running calls, then abort them, then leave."""
+        """Wait for running calls and for what they leave behind, then abort them, then leave."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._calls.wait_idle(), self._shutdown_timeout)
+            async with asyncio.timeout(self._shutdown_timeout):
+                await self._calls.wait_idle()
+                await self._calls.wait_handed_over()
         self._calls.abort_all()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._calls.wait_idle(), _ABORT_SECONDS)

@@ -149,12 +149,6 @@ class LeaseTable:
             lease.num_pins -= 1
             return lease.is_closed and self._close(request_id, lease)
 
-    def is_pinned(self, request_id: str) -> bool:
-        """Whether something reads from the pages, if only for a consumer that is gone."""
-        with self._lock:
-            lease = self._leases.get(request_id)
-            return lease is not None and lease.num_pins > 0
-
     def expire(self) -> list[str]:
         """End the leases whose time is over and which are not pinned; their ids, oldest first."""
         with self._lock:

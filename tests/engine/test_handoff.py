@@ -1,15 +1,20 @@
 """A prompt computed by one engine goes on in another, token for token as in one alone."""
 
+import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
+from dcpjax.config import KVTransferConfig
 from dcpjax.engine import kv_local, kv_staging
 from dcpjax.engine.handoff import new_engine_id
+from dcpjax.engine.kv_backends import PROCESS_FABRIC
 from dcpjax.engine.kv_target import KVTarget
 from dcpjax.engine.request import FinishReason
 from dcpjax.engine.scheduler import Scheduler
-from dcpjax.errors import MeshError, RequestError
+from dcpjax.errors import ConfigError, ContextLengthError, MeshError, RequestError
 from tests.engine.pair import (
     BRIEF,
     MODULES,
@@ -98,6 +103,8 @@ def test_any_shape_goes_on_in_any_other(
         assert not any(side["num_failed"] for side in sides)
         prefill.drain()
         decode.drain()
+        handed_over = prefill.engine.stats()["kv_transfer"]["num_handed_over"]
+        assert handed_over >= sum(n > 1 for n in PROMPTS)
 
 
 @pytest.mark.parametrize("connector", MODULES)
@@ -316,9 +323,7 @@ def test_what_cannot_be_loaded_may_be_recomputed(tiny, brief, expected):
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"remote_num_tokens": 49}, "read the same tokens"),
-        ({"remote_num_tokens": None}, "read the same tokens"),
-        ({"remote_prompt_digest": "00" * 16}, "read the same tokens"),
+        ({"remote_num_tokens": None}, "how many tokens"),
         ({"remote_block_ids": [[1], [2]]}, "one group of pages"),
         ({"remote_block_ids": [-1]}, "kv_transfer_params"),
         ({"remote_port": 0}, "kv_transfer_params"),
@@ -333,6 +338,35 @@ def test_params_that_make_no_sense_are_refused_at_once(change, rule, prefill, de
         decode.engine.add(decode_request(PROMPTS[50], {**offer, **change}))
     assert not decode.engine.has_work
     hand_over(prefill, decode, PROMPTS[50], max_tokens=2)
+
+
+@pytest.mark.parametrize("change", [{"remote_num_tokens": 49}, {"remote_prompt_digest": "00" * 16}])
+def test_kv_of_another_prompt_is_nobodys_fault_and_released_at_once(change, prefill, decode):
+    """A template may have written another date: an error of the engine, which a router repeats."""
+    offer = ask_prefill(prefill, PROMPTS[50])
+    request = decode_request(PROMPTS[50], {**offer, **change})
+    decode.engine.add(request)
+    decode.run(request.request_id)
+    assert decode.served[request.request_id].finish_reason is FinishReason.ERROR
+    assert "read the same tokens (remote_num_tokens=" in decode.errors[request.request_id]
+    wait_until_released(prefill, offer)
+    decode.drain()
+
+
+def test_the_offer_of_a_refused_request_is_released_at_once(prefill, decode):
+    """The prefill engine was asked for one token, so it could not know."""
+    offer = ask_prefill(prefill, PROMPTS[50])
+    with pytest.raises(ContextLengthError):
+        decode.engine.add(decode_request(PROMPTS[50], offer, max_tokens=10**6))
+    wait_until_released(prefill, offer)
+
+
+def wait_until_released(prefill: Node, offer: Mapping[str, Any]) -> None:
+    """Much sooner than by the end of its lease."""
+    deadline = time.monotonic() + KVTransferConfig("kv_producer").kv_lease_duration / 3
+    while offer["remote_request_id"] in prefill.engine.scheduler.remote:
+        assert time.monotonic() < deadline, "an offer is held though nobody wants it"
+        prefill.step()
 
 
 def test_an_offer_is_taken_as_it_was_made(prefill, decode):
@@ -370,9 +404,18 @@ def test_other_weights_are_refused_before_a_byte_moves(tiny, bare, decode):
         decode.engine.reset_prefix_cache()
         decode.engine.add(request)
         decode.run(request.request_id)
-        assert "same weights (ours=" in decode.errors[request.request_id]
+        assert "same weights (theirs=" in decode.errors[request.request_id]
         assert decode.engine.stats()["kv_transfer"]["num_bytes"] == before
         decode.drain()
+
+
+def test_an_engine_that_cannot_start_leaves_nothing_behind(tiny, prefill):
+    """Neither threads nor memory that a backend still knows."""
+    port = ask_prefill(prefill, PROMPTS[1])["remote_port"]
+    before = set(threading.enumerate()), dict(PROCESS_FABRIC.members)
+    with pytest.raises(ConfigError, match=f"port={port}"):
+        engine_of(tiny, **transfer("kv_both", kv_port=port))
+    assert (set(threading.enumerate()), PROCESS_FABRIC.members) == before
 
 
 def test_a_restarted_engine_is_another_one_whatever_its_name():

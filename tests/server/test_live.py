@@ -190,6 +190,23 @@ def test_shutdown_ends_streams_that_take_too_long(second_signal: bool) -> None:
     assert finish_reason(lines) == "abort"
 
 
+@pytest.mark.parametrize("end", ["taken", "timeout", "second signal"])
+def test_shutdown_waits_for_offers_that_are_not_yet_taken(end: str) -> None:
+    """A prompt that was computed for another engine is worth a while."""
+    engine = CountUpEngine(num_offers=1)
+    timeout = 0.3 if end == "timeout" else 600.0
+    with live_server(engine, shutdown_timeout=timeout) as live:
+        live.signal()
+        wait_for_refusal(live)
+        assert not live.ended.done() and not engine.is_closed
+        if end == "taken":
+            engine.num_offers = 0
+        elif end == "second signal":
+            live.signal()
+        assert live.ended.result(30) is True
+    assert engine.is_closed
+
+
 def test_the_third_signal_does_not_wait_for_the_step(engine: CountUpEngine) -> None:
     """The engine is held in a step: it is neither waited for nor closed beside it."""
     gate = engine.gate = Gate()

@@ -6,6 +6,7 @@ import json
 import random
 import select
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -751,6 +752,31 @@ class TestLimits:
         response = httpx.request(method, one.url + path)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_call_is_open_while_its_body_arrives(
+    prefills: list[StandIn], decodes: list[StandIn]
+) -> None:
+    """So that bodies which never end are bounded too."""
+    with live_router(prefills[:1], decodes[:1], max_open_requests=1) as live:
+        host, port = live.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+            wait_until(lambda: httpx.get(live.url + "/load").json() == {"server_load": 1})
+            assert live.complete().status_code == 503
+        wait_until(lambda: httpx.get(live.url + "/load").json() == {"server_load": 0})
+        assert live.complete().status_code == 200
+        assert live.count("calls_total", outcome="left") == 1
+    assert num_calls(*prefills, *decodes) == [1, 0, 1, 0]
+
+
+def test_the_log_says_who_answered_what(
+    one: Live, prefills: list[StandIn], caplog: pytest.LogCaptureFixture
+) -> None:
+    prefills[0].scripts.append(refusal(500))
+    assert one.complete().status_code == 200
+    (message,) = [r.getMessage() for r in caplog.records if "prefill engine" in r.getMessage()]
+    assert message.startswith(f"the prefill engine at {prefills[0].url} answered status 500, ")
 
 
 def test_metrics_of_a_call_that_works(one: Live, prefills: list[StandIn]) -> None:
