@@ -261,13 +261,7 @@ class Engine:
             outputs = self.scheduler.commit(dispatched.plan, *dispatched.wait())
         # Only now: a load writes at once into its pages, which a step that was in flight when they
         # were given to it may still have written for the request that had them before.
-        offers = self._serve_kv()
-        return [
-            dataclasses.replace(output, kv_transfer_params=offers.get(output.request_id))
-            if output.finish_reason is not None and offers
-            else output
-            for output in outputs
-        ]
+        return _with_offers(outputs, self._serve_kv())
 
     def _serve_kv(self) -> dict[str, dict[str, Any]]:
         """Let the handoff begin what the scheduler wants; the offers of new exports, by request."""
@@ -322,6 +316,19 @@ class Engine:
         if self._handoff is not None:
             self._handoff.close()  # nothing outside touches the pool afterwards
         self.runner.close()
+
+
+def _with_offers(
+    outputs: list[TokenOutput], offers: dict[str, dict[str, Any]]
+) -> list[TokenOutput]:
+    """Say with the last output of a request where its KV is; or, if it goes on, with one more."""
+    shown = [
+        dataclasses.replace(output, kv_transfer_params=offers.pop(output.request_id, None))
+        if output.finish_reason is not None
+        else output
+        for output in outputs
+    ]
+    return [TokenOutput(name, (), kv_transfer_params=offers[name]) for name in offers] + shown
 
 
 def decode_buckets(least: int, most: int) -> tuple[int, ...]:
