@@ -1,7 +1,6 @@
-"""Run the tests of the programs for Neuron on each line of JAX releases, in environments of its own.
+"""Run the tests of the programs for Neuron on each line of JAX releases.
 
-Neuron's plugin stops at JAX 0.10.0, and its documents name 0.9.0.1 as the other safe pin; GPUs run
-newer ones. The environments stay in .jax-versions/, so that only the first run installs.
+Each has an environment of its own. They stay in .jax-versions/: only the first run installs.
 """
 
 import argparse

@@ -38,6 +38,8 @@ class KVTransferConfig:
         kv_lease_extension: what each of its heartbeats adds at least, counted from then.
         kv_wait_timeout: a request that has waited for room for longer gives its KV up.
         transfer_timeout: a transfer that takes longer has failed.
+        pipelined_sends: a producer offers a prompt when it begins to compute it, to whom asks for
+            that, and its finished chunks move while it computes the next ones.
     """
 
     kv_role: KVRole
@@ -54,6 +56,7 @@ class KVTransferConfig:
     heartbeat_interval: float = 5.0
     kv_wait_timeout: float = 300.0
     transfer_timeout: float = 60.0
+    pipelined_sends: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -158,7 +158,15 @@ class Blueprint:
                 kv_buffer_device=buffer,
                 device=self.platform,
             )
-        return buffer == "cpu" or (buffer == "auto" and self.platform == "neuron")
+        is_mirrored = buffer == "cpu" or (buffer == "auto" and self.platform == "neuron")
+        if is_mirrored and transfer is not None and transfer.pipelined_sends:
+            raise UnsupportedCombination(
+                "pipelined_sends reads pages while they are computed, and kv_buffer_device='cpu' "
+                "copies them to the host at the end",
+                kv_buffer_device=transfer.kv_buffer_device,
+                device=self.platform,
+            )
+        return is_mirrored
 
     @property
     def placement(self) -> KVPlacement:

@@ -237,13 +237,7 @@ class Engine:
             outputs = self.scheduler.commit(dispatched.plan, *dispatched.wait())
         # Only now: a load writes at once into its pages, which a step that was in flight when they
         # were given to it may still have written for the request that had them before.
-        offers = self._serve_kv()
-        return [
-            dataclasses.replace(output, kv_transfer_params=offers.get(output.request_id))
-            if output.finish_reason is not None and offers
-            else output
-            for output in outputs
-        ]
+        return _with_offers(outputs, self._serve_kv())
 
     def _serve_kv(self) -> dict[str, dict[str, Any]]:
         """Let the handoff begin what the scheduler wants; the offers of new exports, by request."""
@@ -306,6 +300,19 @@ def _fp8(device: jax.Device) -> str:
     """The 8-bit type that the device has. Trn2 (``NC_v3``) has the one with infinities."""
     is_trn2 = device.platform == "neuron" and device.device_kind.startswith("NC_v3")
     return "float8_e4m3" if is_trn2 else "float8_e4m3fn"
+
+
+def _with_offers(
+    outputs: list[TokenOutput], offers: dict[str, dict[str, Any]]
+) -> list[TokenOutput]:
+    """Say with the last output of a request where its KV is; or, if it goes on, with one more."""
+    shown = [
+        dataclasses.replace(output, kv_transfer_params=offers.pop(output.request_id, None))
+        if output.finish_reason is not None
+        else output
+        for output in outputs
+    ]
+    return [TokenOutput(name, (), kv_transfer_params=offers[name]) for name in offers] + shown
 
 
 def _check_tokens(request: Request, vocab_size: int) -> None:

@@ -52,6 +52,7 @@ class Handoff:
         land: Callable[[KVLoad], None],
     ) -> None:
         self._local, self._land = local, land
+        self._is_pipelined = config.pipelined_sends
         self._recomputes = config.kv_load_failure_policy == "recompute"
         self._wake = wake
         self._unsettled: dict[str, int] = {}  # pages of loads into which something may still write
@@ -75,6 +76,7 @@ class Handoff:
         if params.do_remote_decode:
             self._check_role(self._source, "computes prompts for others", "kv_producer")
             request.exports_kv = True
+            request.exports_early = bool(params.early_offer) and self._is_pipelined
         if params.do_remote_prefill:
             self._check_role(self._target, "loads KV from others", "kv_consumer")
             request.remote_kv = _remote_kv(params, request.prompt_token_ids)
@@ -94,15 +96,18 @@ class Handoff:
             self._target.cancel(request.request_id, request.remote_kv)
 
     def serve(self, events: KVEvents) -> dict[str, dict[str, Any]]:
-        """Begin what the scheduler wants; returns the ``kv_transfer_params`` of new exports."""
+        """Begin what the scheduler wants; returns the ``kv_transfer_params`` of new exports.
+
+        These are of requests that have just ended, and of those that have just begun.
+        """
         if self._target is not None:
             for load in events.loads:
                 self._target.start(load)
             for request_id, remote in events.unwanted.items():
                 self._target.cancel(request_id, remote)
-        if self._source is None:
-            return {}
-        return {export.request_id: self._source.export(export) for export in events.exports}
+            for request_id in events.abandoned:
+                self._target.abandon(request_id)
+        return {} if self._source is None else _offer(self._source, events)
 
     def apply(self, remote: RemoteWork) -> None:
         """Carry out what has ended since the last call."""
@@ -236,6 +241,18 @@ def describe_engine(
     )
 
 
+def _offer(source: KVSource, events: KVEvents) -> dict[str, dict[str, Any]]:
+    offers = {export.request_id: source.export(export) for export in events.exports}
+    for export in events.early_exports:
+        num_ready = events.progress.pop(export.request_id)
+        offers[export.request_id] = source.export(export, num_ready=num_ready)
+    for request_id, num_ready in events.progress.items():
+        source.advance(request_id, num_ready)
+    for request_id in events.withdrawn:
+        source.withdraw(request_id)
+    return offers
+
+
 def _end_export(remote: RemoteWork, request_id: str) -> None:
     remote.end_export(request_id)
 
@@ -253,6 +270,7 @@ def _remote_kv(params: KVTransferParams, prompt: Sequence[int]) -> RemoteKV:
         page_ids=_page_ids(params.remote_block_ids or []),
         num_tokens=params.remote_num_tokens,
         prompt_digest=digest,
+        is_partial=params.remote_is_partial is True,
         is_same_prompt=theirs == (len(prompt), digest),
     )
 

@@ -31,11 +31,13 @@ class KVTransferParams(msgspec.Struct, kw_only=True, frozen=True):
 
     ``remote_block_ids`` are logical page ids of the prefill engine, one list, or one per group of
     layers. ``remote_blocks_expiry_time`` is a time of the other side's clock and compared with no
-    other. ``remote_block_size`` is in tokens. ``remote_prompt_digest`` is this project's own, see
-    :func:`dcpjax.engine.remote_kv.prompt_digest`.
+    other. ``remote_block_size`` is in tokens. This project's own are ``early_offer``, which asks
+    for an answer before the prompt is computed, ``remote_is_partial``, which marks one, and
+    ``remote_prompt_digest``, see :func:`dcpjax.engine.remote_kv.prompt_digest`.
     """
 
     do_remote_decode: bool | None = None
+    early_offer: bool | None = None
     do_remote_prefill: bool | None = None
     remote_engine_id: _Name | None = None
     remote_request_id: _Name | None = None
@@ -46,6 +48,7 @@ class KVTransferParams(msgspec.Struct, kw_only=True, frozen=True):
     ) = None
     remote_block_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)] | None = None
     remote_num_tokens: _Count | None = None
+    remote_is_partial: bool | None = None
     remote_prompt_digest: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     remote_blocks_expiry_time: float | None = None
     transfer_mode: Literal["pull", "push"] | None = None

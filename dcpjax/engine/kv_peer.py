@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from dcpjax.engine.kv_local import LocalKV, UnsettledError
@@ -18,7 +18,7 @@ from dcpjax.errors import DcpjaxError, PeerError, TransferError
 from dcpjax.transfer.engine_info import EngineInfo
 from dcpjax.transfer.frames import PeerRefusedError, pack_page_ids
 from dcpjax.transfer.handshake import hello, meet
-from dcpjax.transfer.messages import MAX_IDS, Abort, Claim, Heartbeat, Landed, Push
+from dcpjax.transfer.messages import MAX_IDS, Abort, Claim, Heartbeat, Landed, Push, Wait
 from dcpjax.transfer.side_channel import channel_address
 from dcpjax.transfer.side_channel_client import PeerGoneError, SideChannelClient, is_deserted
 
@@ -129,8 +129,11 @@ class SourcePeer:
         with contextlib.suppress(RuntimeError):  # closed: the lease ends by itself
             self.loaders.submit(self.give_up, request_id)
 
-    def load(self, load: KVLoad) -> None:
-        """Bring the KV of a load into its pages.
+    def load(self, load: KVLoad, is_wanted: Callable[[], bool]) -> None:
+        """Bring the KV of a load into its pages, as far as it is computed, until it is all there.
+
+        Args:
+            is_wanted: asked from time to time while it is still being computed.
 
         Raises:
             DcpjaxError: it is not there, and nothing writes into the pages any more.
@@ -144,7 +147,8 @@ class SourcePeer:
         self._local.connect(info)  # of no effect where it is known
         self._claim(load.remote)  # not ours to give up before this is right
         try:
-            self._bring(info, load)
+            for span in self._spans(info, load, is_wanted):
+                self._bring(info, load, span)
             released = self._client.landed(self._landed(request_id), timeout_s=_CALL_SECONDS)
         except DcpjaxError:
             self.give_up_later(request_id)
@@ -251,8 +255,28 @@ class SourcePeer:
         )
         self._client.claim(call, timeout_s=_CALL_SECONDS)
 
-    def _bring(self, info: EngineInfo, load: KVLoad) -> None:
-        span = range(load.first_token, load.stop_token)
+    def _spans(
+        self, info: EngineInfo, load: KVLoad, is_wanted: Callable[[], bool]
+    ) -> Iterator[range]:
+        """The tokens to load, piece by piece as they are computed. Pieces end with a virtual page
+        of the source, beyond which its next step writes."""
+        start, page = load.first_token, info.page_size * info.dcp_size
+        num_ready = start if load.remote.is_partial else load.stop_token
+        while start < load.stop_token:
+            stop = num_ready // page * page if num_ready < load.stop_token else load.stop_token
+            if stop > start:
+                yield range(start, stop)
+                start = stop
+            else:
+                num_ready = self._wait(load.remote.request_id, num_ready, is_wanted)
+
+    def _wait(self, request_id: str, num_tokens: int, is_wanted: Callable[[], bool]) -> int:
+        if not is_wanted():
+            raise TransferError("a request is loaded as long as it lasts", request_id=request_id)
+        call = Wait(engine_id=self._engine_id, request_id=request_id, num_tokens=num_tokens)
+        return self._client.wait(call, timeout_s=_CALL_SECONDS).num_tokens
+
+    def _bring(self, info: EngineInfo, load: KVLoad, span: range) -> None:
         if self._local.backend.pulls:
             self._local.pull(info, load.remote.page_ids, load.page_ids, span)
             return

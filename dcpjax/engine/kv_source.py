@@ -25,6 +25,7 @@ from dcpjax.transfer.messages import (
     Aborted,
     Claim,
     Claimed,
+    Computed,
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -32,6 +33,7 @@ from dcpjax.transfer.messages import (
     Push,
     Pushed,
     Released,
+    Wait,
     Welcome,
 )
 from dcpjax.transfer.side_channel import SideChannelServer
@@ -41,10 +43,20 @@ _SWEEPS_PER_LEASE = 20
 
 @dataclass
 class _Offer:
-    """A prompt whose pages are held, and the engines that want it."""
+    """A prompt whose pages are held, the engines that want it, and how far it is computed.
+
+    ``waiting`` are answered when there is more than ``num_ready``, or nothing more will come.
+    """
 
     export: KVExport
+    num_ready: int
     targets: set[str] = field(default_factory=set[str])
+    waiting: list[Future[Computed]] = field(default_factory=list[Future[Computed]])
+    is_withdrawn: bool = False
+
+    @property
+    def is_computing(self) -> bool:
+        return self.num_ready < self.export.num_tokens and not self.is_withdrawn
 
 
 class KVSource:
@@ -77,15 +89,24 @@ class KVSource:
     def num_leases(self) -> int:
         return len(self._leases)
 
-    def export(self, export: KVExport) -> dict[str, Any]:
-        """Offer a computed prompt; returns what another engine needs to load it."""
+    def export(self, export: KVExport, *, num_ready: int | None = None) -> dict[str, Any]:
+        """Offer a prompt; returns what another engine needs to load it.
+
+        Args:
+            num_ready: its tokens that are computed, where :meth:`advance` or :meth:`withdraw`
+                follow; None: all of them.
+        """
+        offer = _Offer(export, export.num_tokens if num_ready is None else num_ready)
         with self._lock:  # before the lease: what is held can be looked up
-            self._offers[export.request_id] = _Offer(export)
+            self._offers[export.request_id] = offer
         self._leases.open(export.request_id)
+        if offer.is_computing:
+            self._leases.pin(export.request_id)  # it lasts as long as the computation at least
         info = self._local.info
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
+            "remote_is_partial": offer.is_computing,
             "remote_engine_id": info.engine_id,
             "remote_request_id": export.request_id,
             "remote_block_ids": list(export.page_ids),
@@ -98,6 +119,40 @@ class KVSource:
             "dcp_size": info.dcp_size,
             "transfer_mode": "pull" if self._local.backend.pulls else "push",
         }
+
+    def advance(self, request_id: str, num_ready: int) -> None:
+        """More of an early offer is computed; nobody may want it any more."""
+        with self._lock:
+            offer = self._offers.get(request_id)
+            if offer is None or not offer.is_computing:
+                return
+            offer.num_ready = num_ready
+        self._tell(offer)
+        if not offer.is_computing:
+            self._leases.heartbeat([request_id])  # from here on it is like any other
+            self._unpin(request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """The rest of an early offer will not come; who takes it hears of it and gives it up."""
+        with self._lock:
+            offer = self._offers.get(request_id)
+            if offer is None or not offer.is_computing:
+                return
+            offer.is_withdrawn = True
+            is_wanted = bool(offer.targets)
+        self._tell(offer)
+        if not is_wanted:
+            self._leases.close(request_id)
+        self._unpin(request_id)
+
+    def _tell(self, offer: _Offer) -> None:
+        with self._lock:
+            waiting, offer.waiting = offer.waiting, []
+        for answer in waiting:
+            if offer.is_withdrawn:
+                answer.set_exception(_withdrawn(offer.export.request_id))
+            else:
+                answer.set_result(Computed(num_tokens=offer.num_ready))
 
     def close(self) -> None:
         """Stop serving. Idempotent.
@@ -121,6 +176,22 @@ class KVSource:
             return welcome(self._local.info)
         return self._greeter.submit(self._welcome_target, theirs)  # connecting takes its time
 
+    def wait(self, call: Wait) -> Computed | Future[Computed]:
+        """Answered when there are more tokens, at the next sweep at the latest."""
+        with self._lock:
+            offer = self._offers.get(call.request_id)
+            if offer is None:
+                raise PeerError(
+                    "the source holds the pages until they are read", request_id=call.request_id
+                )
+            if offer.is_withdrawn:
+                raise _withdrawn(call.request_id)
+            if offer.num_ready > call.num_tokens or not offer.is_computing:
+                return Computed(num_tokens=offer.num_ready)
+            answer: Future[Computed] = Future()
+            offer.waiting.append(answer)
+            return answer
+
     def push(self, call: Push) -> Future[Pushed]:
         self._writers.check_met(call.target_engine_id)
         if self._closing.is_set():
@@ -130,6 +201,7 @@ class KVSource:
         offer = self._want(call.request_id, call.target_engine_id)
         assert offer is not None, "a pinned offer has not ended"
         try:
+            _check_computed(offer, call.num_tokens)
             return self._writers.push(call, offer.export, lambda: self._unpin(call.request_id))
         except PeerError:
             self._unpin(call.request_id)
@@ -201,9 +273,26 @@ class KVSource:
             for request_id in self._leases.expire():
                 self._local.stats.add(num_expired=1)
                 self._end(request_id)
+            with self._lock:
+                offers = list(self._offers.values())
+            for offer in offers:  # whoever waits hears that this engine lives
+                self._tell(offer)
             self._writers.forget_idle()
 
     def _end(self, request_id: str) -> None:
         with self._lock:
             self._offers.pop(request_id, None)
         self._on_end(request_id)
+
+
+def _check_computed(offer: _Offer, num_tokens: int) -> None:
+    if num_tokens > offer.num_ready:
+        raise PeerError(
+            "only tokens that were computed are sent",
+            num_tokens=num_tokens,
+            computed=offer.num_ready,
+        )
+
+
+def _withdrawn(request_id: str) -> PeerError:
+    return PeerError("a prompt that is offered early is computed", request_id=request_id)

@@ -59,6 +59,7 @@ class KVTarget:
         self._patience = config.kv_wait_timeout
         self._lock = threading.Lock()
         self._sources: dict[_Place, SourcePeer] = {}
+        self._wanted: set[str] = set()  # loads that have not ended and were not abandoned
         self._closing = threading.Event()
         self._interval = config.heartbeat_interval
         self._heart = threading.Thread(target=self._beat, name="dcpjax-kv-heartbeat", daemon=True)
@@ -72,7 +73,14 @@ class KVTarget:
         """Bring the KV of a load, in the background."""
         source = self._source(load.remote)
         source.begin(load.request_id)
+        with self._lock:
+            self._wanted.add(load.request_id)
         source.loaders.submit(self._run, source, load)
+
+    def abandon(self, request_id: str) -> None:
+        """The request of a load was aborted: what is still being computed need not come."""
+        with self._lock:
+            self._wanted.discard(request_id)
 
     def cancel(self, request_id: str, remote: RemoteKV) -> None:
         """A request that was expected and not started does not want its KV any more."""
@@ -105,7 +113,7 @@ class KVTarget:
         end = LoadEnd(load)
         settle: Callable[[], None] | None = None
         try:
-            source.load(load)
+            source.load(load, lambda: load.request_id in self._wanted)
         except UnsettledError as error:
             end, settle = LoadEnd(load, str(error), is_settled=False), error.settle
         except DcpjaxError as error:
@@ -114,6 +122,7 @@ class KVTarget:
             _log.exception("loading KV of request %s", load.request_id)
             end = LoadEnd(load, "the engine failed to load KV; its log has the reason")
         source.forget(load.request_id)
+        self.abandon(load.request_id)
         if end.reason is not None:
             self._local.stats.add(num_failed=1)
             _log.warning("KV of request %s was not loaded: %s", load.request_id, end.reason)

@@ -112,12 +112,6 @@ class Writers:
     def _push(self, call: Push, target: EngineInfo, export: KVExport) -> Pushed:
         page_ids = unpack_page_ids(call.page_ids, num_pages=_fewest_pages(target))
         span = range(call.first_token, call.num_tokens)
-        if span.stop > export.num_tokens:
-            raise PeerError(
-                "only tokens that were computed are sent",
-                num_tokens=span.stop,
-                computed=export.num_tokens,
-            )
         self._local.push(target, page_ids, export.page_ids, span)
         return Pushed()
 

@@ -32,6 +32,7 @@ class RemoteKV:
         num_tokens: tokens of the prompt that it computed.
         prompt_digest: of the prompt as it is here, see :func:`prompt_digest`.
         is_same_prompt: whether that engine read the same tokens, as far as it has said.
+        is_partial: it may still be computing them.
     """
 
     engine_id: str
@@ -42,6 +43,7 @@ class RemoteKV:
     num_tokens: int
     prompt_digest: str = ""
     is_same_prompt: bool = True
+    is_partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class KVLoad:
 
 @dataclass(frozen=True)
 class KVExport:
-    """The ``num_tokens`` tokens of the prompt of a finished request are kept in these pages."""
+    """The ``num_tokens`` tokens of the prompt of a request are, or will be, in these pages."""
 
     request_id: str
     page_ids: tuple[int, ...]
@@ -74,12 +76,20 @@ class KVEvents:
 
     Attributes:
         loads: to begin.
-        exports: to offer.
+        exports: to offer, of finished requests.
+        early_exports: to offer, of requests that have just begun.
+        progress: of early exports, by request id: tokens that are computed.
+        withdrawn: early exports whose request loses its pages.
         unwanted: requests that ended, by id, and whose KV elsewhere was not even asked for.
+        abandoned: loads whose request was aborted.
     """
 
     loads: list[KVLoad] = field(default_factory=list[KVLoad])
     exports: list[KVExport] = field(default_factory=list[KVExport])
+    early_exports: list[KVExport] = field(default_factory=list[KVExport])
+    progress: dict[str, int] = field(default_factory=dict[str, int])
+    withdrawn: list[str] = field(default_factory=list[str])
+    abandoned: list[str] = field(default_factory=list[str])
     unwanted: dict[str, RemoteKV] = field(default_factory=dict[str, RemoteKV])
 
 

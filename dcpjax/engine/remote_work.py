@@ -69,18 +69,40 @@ class RemoteWork:
             )
         )
 
+    def begin_export(self, request: Request) -> None:
+        """A request has started whose prompt another engine takes while it is computed."""
+        self._events.early_exports.append(self._hold(request))
+        self.advance(request, request.num_cached)
+
+    def advance(self, request: Request, num_computed: int) -> None:
+        """The first tokens of an early export are in its pages."""
+        num_prompt = len(request.prompt_token_ids)
+        self._events.progress[request.request_id] = min(num_computed, num_prompt)
+
     def export(self, request: Request) -> None:
         """A request is about to finish whose prompt another engine goes on with."""
+        if not request.exports_early:
+            self._events.exports.append(self._hold(request))
+
+    def withdraw(self, request: Request) -> None:
+        """A request is about to lose its pages: what it has offered early will not come."""
+        if request.exports_early:
+            self._events.withdrawn.append(request.request_id)
+            request.exports_early = request.exports_kv = False
+
+    def _hold(self, request: Request) -> KVExport:
         prompt, request_id = request.prompt_token_ids, request.request_id
         pages = request.page_ids[: self._pool.num_pages_for(len(prompt))]
         held = self._exports.hold(request_id, pages)
-        export = KVExport(request_id, held, len(prompt), prompt_digest(prompt))
-        self._events.exports.append(export)
+        return KVExport(request_id, held, len(prompt), prompt_digest(prompt))
 
     def abandon(self, request: Request) -> None:
         """A request is about to be aborted, in whatever state."""
+        if request.status is Status.RUNNING:
+            self.withdraw(request)
         if request.status is Status.LOADING:
             self._orphans.hold(request.request_id, request.page_ids)
+            self._events.abandoned.append(request.request_id)
         elif request.remote_kv is not None:
             self._events.unwanted[request.request_id] = request.remote_kv
 

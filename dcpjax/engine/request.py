@@ -86,6 +86,7 @@ class Request:
 
     remote_kv: RemoteKV | None = None  # until it was loaded, or cannot be loaded
     exports_kv: bool = False  # the pages of the prompt are kept at the end for another engine
+    exports_early: bool = False  # from the beginning on
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
     page_ids: list[int] = field(default_factory=list[int])

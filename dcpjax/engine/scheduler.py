@@ -192,7 +192,7 @@ class Scheduler:
         # An ended request is dropped; a preempted one cannot be here, preemption waits for commit.
         for segment in plan.segments:
             if segment.request.status is Status.RUNNING:
-                self._residency.register(segment.request, segment.start, segment.stop)
+                self._note_computed(segment)
         outputs = self.take_ended()
         for segment, tokens, details in zip(plan.sampling, sampled, logprobs, strict=True):
             if segment.request.status is Status.RUNNING:
@@ -226,6 +226,7 @@ class Scheduler:
             assert not request.num_pending, "a request with a token in flight is preempted"
             request.num_preemptions += 1
             self._num_preemptions += 1
+            self.remote.withdraw(request)
             self._lineup.requeue(request)
 
     # Start
@@ -263,6 +264,9 @@ class Scheduler:
             self._count_start(admission.request)
         for admission in loading:
             self.remote.begin_load(admission.request)
+        for admission in prompts:
+            if admission.request.exports_early:
+                self.remote.begin_export(admission.request)
         return [admission.request for admission in prompts]
 
     def _count_start(self, request: Request) -> None:
@@ -275,6 +279,11 @@ class Scheduler:
             self._num_prefix_hits += request.num_cached
 
     # Results and the end
+
+    def _note_computed(self, segment: Segment) -> None:
+        self._residency.register(segment.request, segment.start, segment.stop)
+        if segment.request.exports_early:
+            self.remote.advance(segment.request, segment.stop)
 
     def _append(
         self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]

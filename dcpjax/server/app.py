@@ -212,6 +212,12 @@ class _Run:
     async def events(self, options: StreamOptions) -> AsyncGenerator[Json, None]:
         """One chunk for each piece of text; a token without text yet waits for the next one."""
         async for choice, delta in self.generation.deltas():
+            if choice.kv_transfer_params is not None and delta.finish_reason is None:
+                early = self.format.envelope(self.head, [], is_chunk=True)
+                yield {
+                    **early,
+                    **self._transfer(),
+                }  # a prompt that is offered before it is computed
             if not self._is_shown(delta):
                 continue
             chunk = self.format.chunk(self.head, choice.advance(), delta, self.wanted)

@@ -6,6 +6,7 @@
 | Push: write a request's KV into my pages   | Pushed: all of it is written, nothing moves        |
 | Landed: these of my ranks have their share | Released: whether the pages were held until now    |
 | Claim: I take a request as it was offered  | Claimed: it is held, and was offered like that     |
+| Wait: more than so many tokens are wanted   | Computed: how many there are by now                |
 | Heartbeat: I still want these requests     | HeartbeatReply: those of them that are held        |
 | Abort: I do not want this request any more | Aborted: nothing is written into my pages any more |
 | any of them                                | Failed: not done, for this reason                  |
@@ -94,6 +95,19 @@ class Claimed(Reply, frozen=True):
     """The pages are held, and hold the KV of this prompt."""
 
 
+class Wait(Call, frozen=True):
+    """A request that is being computed is wanted beyond its first ``num_tokens`` tokens."""
+
+    request_id: Id
+    num_tokens: NumTokens
+
+
+class Computed(Reply, frozen=True):
+    """The first ``num_tokens`` tokens are in the pages; perhaps no more than before: ask again."""
+
+    num_tokens: NumTokens
+
+
 class Push(Call, frozen=True):
     """Write the tokens ``[first_token, num_tokens)`` of a request into the pages of a target.
 
@@ -175,5 +189,15 @@ class OtherEngine(Reply, frozen=True):
     engine_id: Id
 
 
-AnyCall = Hello | Claim | Push | Landed | Heartbeat | Abort
-AnyReply = Welcome | Claimed | Pushed | Released | HeartbeatReply | Aborted | Failed | OtherEngine
+AnyCall = Hello | Claim | Wait | Push | Landed | Heartbeat | Abort
+AnyReply = (
+    Welcome
+    | Claimed
+    | Computed
+    | Pushed
+    | Released
+    | HeartbeatReply
+    | Aborted
+    | Failed
+    | OtherEngine
+)

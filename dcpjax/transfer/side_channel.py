@@ -16,31 +16,13 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 
 from dcpjax.errors import ConfigError, DcpjaxError
 from dcpjax.transfer.frames import MessageError, decode_call, encode, failed
-from dcpjax.transfer.messages import (
-    MAX_FRAME_BYTES,
-    Abort,
-    Aborted,
-    AnyCall,
-    Claim,
-    Claimed,
-    Failed,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    Landed,
-    OtherEngine,
-    Push,
-    Pushed,
-    Released,
-    Reply,
-    Welcome,
-)
+from dcpjax.transfer.handler import Handler, dispatch
+from dcpjax.transfer.messages import MAX_FRAME_BYTES, AnyCall, Failed, OtherEngine, Reply
 
 CALL_ID_BYTES = 16
 CUT_OFF_BYTES = 4 * MAX_FRAME_BYTES
@@ -52,28 +34,6 @@ _MAX_REMEMBERED_BYTES = 16 * 2**20
 _LINGER_MS = 500
 
 _log = logging.getLogger(__name__)
-
-
-class Handler(Protocol):
-    """What a producer does with each message.
-
-    The methods are called by the listener's thread and return soon: what takes time returns a
-    future, which any thread may complete. An error becomes the answer ``Failed``, with rule and
-    values if it is a DcpjaxError, without any detail if not. The caller of a ``push`` takes it to
-    mean that nothing writes any more, so an error is raised only when that is so.
-    """
-
-    def hello(self, call: Hello) -> Welcome | Future[Welcome]: ...
-
-    def claim(self, call: Claim) -> Claimed | Future[Claimed]: ...
-
-    def push(self, call: Push) -> Pushed | Future[Pushed]: ...
-
-    def landed(self, call: Landed) -> Released | Future[Released]: ...
-
-    def heartbeat(self, call: Heartbeat) -> HeartbeatReply | Future[HeartbeatReply]: ...
-
-    def abort(self, call: Abort) -> Aborted | Future[Aborted]: ...
 
 
 def channel_address(host: str, port: int) -> str:
@@ -197,7 +157,7 @@ class SideChannelServer:
 
     def _start(self, route: list[bytes], call_id: bytes, call: AnyCall) -> None:
         try:
-            work, reply_type = self._dispatch(call)
+            work, reply_type = dispatch(self._handler, call)
         except Exception as error:  # the listener serves the others, whatever it was
             work, reply_type = _failure(error), Failed
         self._open[call_id] = _OpenCall(route, reply_type)
@@ -205,22 +165,6 @@ class SideChannelServer:
             work.add_done_callback(lambda done: self._finish_later(call_id, _outcome(done)))
         else:
             self._finish(call_id, work)
-
-    def _dispatch(self, call: AnyCall) -> tuple[Reply | Future, type[Reply]]:
-        """Hand the call to the handler. Returns its answer, or a future of it, and the type due."""
-        match call:
-            case Hello():
-                return self._handler.hello(call), Welcome
-            case Claim():
-                return self._handler.claim(call), Claimed
-            case Push():
-                return self._handler.push(call), Pushed
-            case Landed():
-                return self._handler.landed(call), Released
-            case Heartbeat():
-                return self._handler.heartbeat(call), HeartbeatReply
-            case Abort():
-                return self._handler.abort(call), Aborted
 
     def _finish(self, call_id: bytes, reply: Reply) -> None:
         call = self._open.pop(call_id)

@@ -20,6 +20,7 @@ from dcpjax.transfer.messages import (
     AnyReply,
     Claim,
     Claimed,
+    Computed,
     Failed,
     Heartbeat,
     HeartbeatReply,
@@ -29,11 +30,12 @@ from dcpjax.transfer.messages import (
     Push,
     Pushed,
     Released,
+    Wait,
     Welcome,
 )
 from dcpjax.transfer.side_channel import CALL_ID_BYTES, CUT_OFF_BYTES
 
-Answer = TypeVar("Answer", Welcome, Claimed, Pushed, Released, HeartbeatReply, Aborted)
+Answer = TypeVar("Answer", Welcome, Claimed, Computed, Pushed, Released, HeartbeatReply, Aborted)
 
 
 class PeerSilentError(PeerError):
@@ -88,6 +90,9 @@ class SideChannelClient:
 
     def claim(self, call: Claim, *, timeout_s: float) -> Claimed:
         return self._call(call, Claimed, timeout_s)
+
+    def wait(self, call: Wait, *, timeout_s: float) -> Computed:
+        return self._call(call, Computed, timeout_s)
 
     def push(self, call: Push, *, timeout_s: float) -> Pushed:
         """Returns when the write has ended. After a PeerSilentError it may still go on: abort."""

@@ -106,6 +106,17 @@ def ask_prefill(prefill: Node, prompt, name: str | None = None) -> Mapping[str, 
     return prefill.offers[name]
 
 
+def begin_prefill(prefill: Node, prompt) -> Mapping[str, Any]:
+    """Have a prompt computed for another engine; returns when it is offered, early if possible."""
+    name = f"prefill {next(_names)}"
+    request = request_of(name, prompt, max_tokens=1)
+    request.kv_transfer_params = {"do_remote_decode": True, "early_offer": True}
+    prefill.engine.add(request)
+    while name not in prefill.offers:
+        prefill.step()
+    return prefill.offers[name]
+
+
 def decode_request(prompt, offer: Mapping[str, Any], **params: Any) -> Request:
     request = request_of(f"decode {next(_names)}", prompt, **params)
     request.kv_transfer_params = dict(offer)

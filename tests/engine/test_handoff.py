@@ -126,6 +126,12 @@ def test_pages_pass_through_the_host(connector, source, target, tiny, expected):
         assert prefill.engine.stats()["compilations_after_warmup"] == 0
 
 
+def test_pages_of_the_host_are_not_sent_while_they_are_computed(tiny):
+    config = transfer("kv_producer", kv_buffer_device="cpu", pipelined_sends=True)
+    with pytest.raises(UnsupportedCombination, match="kv_buffer_device='cpu'"):
+        engine_of(tiny, **config)
+
+
 @pytest.mark.parametrize(
     ("source", "target", "interleaves"),
     [("tp 2", "dcp 3", (8, 1)), ("tp 4, dcp 2", "dcp 3", (1, 2)), ("dcp 3", "dcp 3", (1, 1))],
