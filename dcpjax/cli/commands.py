@@ -165,6 +165,13 @@ def serve_command(
 )
 @option(
     "Engines",
+    "--pipelined-prefill",
+    is_flag=True,
+    help="ask the decode engine when a prompt is begun, so that its finished chunks move while the "
+    "next ones are computed; needs prefill engines with pipelined_sends",
+)
+@option(
+    "Engines",
     "--health-interval",
     default=2.0,
     help="seconds between two questions to an engine whether it lives",

@@ -76,7 +76,9 @@ class EngineConfig:
     )
     seed: int = _option(0, "seed of sampling without a seed of its own, and of dummy weights")
     kv_transfer_config: KVTransferConfig | None = _option(
-        None, "how KV is handed to or taken from other engines, as JSON: '{\"kv_role\": …}'"
+        None,
+        "how KV is handed to or taken from other engines, as JSON: '{\"kv_role\": …}'. "
+        '"pipelined_sends": true offers a prompt when its computation begins',
     )
     apply_prefill_dcp: bool = _option(
         False, "order the ranks as a prefill engine with DCP on Neuron does: DCP is the slow axis"

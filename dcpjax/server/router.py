@@ -137,7 +137,13 @@ def create_router(
 ) -> Starlette:
     """The ASGI application over engines whose health somebody else keeps up to date."""
     metrics = RouterMetrics(peers)
-    ways = Ways(http, peers, metrics, config.prefill_fallback)
+    ways = Ways(
+        http,
+        peers,
+        metrics,
+        config.prefill_fallback,
+        is_pipelined=config.pipelined_prefill,
+    )
     middleware = [Middleware(RequestId)]
     if config.api_keys:
         middleware.append(Middleware(ApiKey, keys=config.api_keys))

@@ -13,18 +13,16 @@ Fields = dict[str, msgspec.Raw]
 TRANSFER = "kv_transfer_params"
 
 _NULL = msgspec.Raw(b"null")
-_TO_DECODE = msgspec.Raw(
-    msgspec.json.encode(
-        {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
-    )
-)
+_TO_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_WHEN_COMPUTED = msgspec.Raw(msgspec.json.encode(_TO_DECODE))
+_WHEN_BEGUN = msgspec.Raw(msgspec.json.encode({**_TO_DECODE, "early_offer": True}))
 _NOT_FOR_PREFILL = frozenset({"stream_options", "min_tokens", "n", "best_of", "return_token_ids"})
 
 
@@ -56,11 +54,19 @@ def _num_prompts(prompt: bytes) -> int:
     return len(msgspec.json.decode(prompt, type=list[msgspec.Raw]))
 
 
-def prefill_body(fields: Fields, *, is_chat: bool) -> bytes:
-    """The call for the engine that only computes the prompt, and one token that nobody sees."""
+def prefill_body(fields: Fields, *, is_chat: bool, is_early: bool = False) -> bytes:
+    """The call for the engine that only computes the prompt, and one token that nobody sees.
+
+    Args:
+        is_early: it says where the KV is, as the first event of a stream, when it begins.
+    """
     one = msgspec.Raw(b"1")
     kept = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
-    changed = {"stream": msgspec.Raw(b"false"), "max_tokens": one, TRANSFER: _TO_DECODE}
+    changed = {
+        "stream": msgspec.Raw(b"true" if is_early else b"false"),
+        "max_tokens": one,
+        TRANSFER: _WHEN_BEGUN if is_early else _WHEN_COMPUTED,
+    }
     if is_chat:
         changed["max_completion_tokens"] = one
     return msgspec.json.encode({**kept, **changed})
@@ -71,6 +77,12 @@ def decode_body(fields: Fields, params: msgspec.Raw | None) -> bytes:
     if params is None:
         return msgspec.json.encode(fields)
     return msgspec.json.encode({**fields, TRANSFER: params})
+
+
+def transfer_params_of_events(events: bytes) -> msgspec.Raw | None:
+    """The same of the first event of a stream that says something about its KV."""
+    data = (line[5:] for line in events.splitlines() if line.startswith(b"data:"))
+    return next((params for part in data if (params := transfer_params_of(part))), None)
 
 
 def transfer_params_of(answer: bytes) -> msgspec.Raw | None:

@@ -16,9 +16,10 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 class RouterConfig:
     """What ``dcpjax router`` can be told. URLs are ``http://host:port``.
 
-    ``max_open_requests`` bounds what is under way at the same time; a stream holds at most one
-    event of ``MAX_ANSWER_BYTES``, an answer in one piece as much. A peer is asked for its health
-    every ``health_interval`` seconds and has ``health_timeout`` seconds to answer.
+    With ``pipelined_prefill`` the decode engine is asked when a prompt is begun, not when it is
+    computed. ``max_open_requests`` bounds what is under way at the same time; a stream holds at
+    most one event of ``MAX_ANSWER_BYTES``, an answer in one piece as much. A peer is asked for its
+    health every ``health_interval`` seconds and has ``health_timeout`` seconds to answer.
     """
 
     prefill_urls: tuple[str, ...]
@@ -27,6 +28,7 @@ class RouterConfig:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     prefill_fallback: PrefillFallback = "decode"
+    pipelined_prefill: bool = False
     max_open_requests: int = 1024
     connect_timeout: float = 5.0
     health_interval: float = 2.0

@@ -3,10 +3,11 @@
 Another engine is asked only as long as the client has seen nothing.
 """
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 
 import httpx
 import msgspec
@@ -18,6 +19,7 @@ from dcpjax.server.router_bodies import (
     prefill_body,
     read_fields,
     transfer_params_of,
+    transfer_params_of_events,
 )
 from dcpjax.server.router_config import PrefillFallback
 from dcpjax.server.router_legs import Answer, Call, opened
@@ -53,11 +55,14 @@ class Ways:
         peers: Peers,
         metrics: RouterMetrics,
         prefill_fallback: PrefillFallback,
+        *,
+        is_pipelined: bool = False,
     ) -> None:
         self._http = http
         self._peers = peers
         self._metrics = metrics
         self._prefill_fallback = prefill_fallback
+        self._is_pipelined = is_pipelined
 
     def check_decode(self) -> None:
         """Raise UnavailableError where nobody could answer."""
@@ -74,7 +79,7 @@ class Ways:
         fields = read_fields(call.body)
         if fields is None:
             return await self.direct(call, legs)
-        prefilled = await self._prefill(call, fields)
+        prefilled = await self._prefill(call, fields, legs if self._is_pipelined else None)
         if isinstance(prefilled, Answer):
             return prefilled
         try:
@@ -93,20 +98,58 @@ class Ways:
         """The answer of a decode engine to a call as it came; also to what is not a generation."""
         return await self._first_good(Role.DECODE, call, legs, _is_final)
 
-    async def _prefill(self, call: Call, fields: Fields) -> msgspec.Raw | Answer | None:
+    async def _prefill(
+        self, call: Call, fields: Fields, early: AsyncExitStack | None = None
+    ) -> msgspec.Raw | Answer | None:
         """Where the KV of the prompt is; or the answer to a call that is wrong; or None where
-        decode has to compute the prompt."""
-        body = prefill_body(fields, is_chat=call.path == CHAT)
+        decode has to compute the prompt.
+
+        Args:
+            early: do not wait until it is computed, which goes on as long as this is open.
+        """
+        body = prefill_body(fields, is_chat=call.path == CHAT, is_early=early is not None)
         leg_call = dataclasses.replace(call, body=body)
         try:
-            async with AsyncExitStack() as legs:
-                answer = await self._first_good(Role.PREFILL, leg_call, legs, _is_prefilled)
+            if early is None:
+                async with AsyncExitStack() as legs:
+                    answer = await self._first_good(Role.PREFILL, leg_call, legs, _is_prefilled)
+            else:
+                answer = await self._begin_prefill(leg_call, early)
         except NoAnswerError:
             if self._prefill_fallback == "error":
                 raise
             self._metrics.fallbacks.inc()
             return None
-        return transfer_params_of(answer.body) if answer.status == 200 else answer
+        return _params_of(answer) if answer.status == 200 else answer
+
+    async def _begin_prefill(self, call: Call, legs: AsyncExitStack) -> Answer:
+        """The first events of a prefill engine, whose leg ends when it has computed the prompt, or
+        with ``legs``.
+
+        Raises:
+            NoAnswerError: no engine begins.
+        """
+        begun: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._watch_prefill(call, begun))
+        legs.push_async_callback(_cancel, task)
+        return await begun
+
+    async def _watch_prefill(self, call: Call, begun: "asyncio.Future[Answer]") -> None:
+        try:
+            async with AsyncExitStack() as legs:
+                answer = await self._first_good(Role.PREFILL, call, legs, _is_begun)
+                begun.set_result(answer)
+                if answer.rest is not None:
+                    async with aclosing(answer.rest) as rest:
+                        async for _ in rest:
+                            pass
+        except LegError as error:
+            if (
+                begun.done()
+            ):  # the decode engine will hear of it from the prefill engine, or miss it
+                _log.warning("a prompt that was offered early broke off: %s", error)
+            else:
+                begun.set_exception(error)
 
     async def _decode(
         self, call: Call, fields: Fields, params: msgspec.Raw | None, legs: AsyncExitStack
@@ -165,6 +208,21 @@ def _is_final(answer: Answer) -> bool:
 
 def _is_prefilled(answer: Answer) -> bool:
     """A refusal of the call, or a success that says where the KV is."""
+    return answer.rest is None and _is_begun(answer)
+
+
+def _is_begun(answer: Answer) -> bool:
+    """The same, or a stream that begins with saying so."""
     if answer.status != 200:
         return 400 <= answer.status < 500
-    return answer.rest is None and transfer_params_of(answer.body) is not None
+    return _params_of(answer) is not None
+
+
+def _params_of(answer: Answer) -> msgspec.Raw | None:
+    read = transfer_params_of if answer.rest is None else transfer_params_of_events
+    return read(answer.body)
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait({task})

@@ -17,6 +17,7 @@ from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from tests.engine.pair import skip_without
 from tests.engine.serving import engine_of, request_of, serve
 from tests.golden.tiny import random_tokens, write_tiny_model
+from tests.server.test_router import live_router
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATIENCE = 120.0  # seconds until a test that waits for a process gives up
@@ -121,6 +122,7 @@ def pair(model: Checkpoint, patched: pytest.MonkeyPatch) -> Iterator[Pair]:
 
     def role(name: str, kv_role: str, policy: str) -> Any:
         transfer = {**BRIEF, "kv_role": kv_role, "kv_load_failure_policy": policy}
+        transfer["pipelined_sends"] = True  # to those that ask for it
         return pd.EngineRole(name, str(model.path), SETTINGS, transfer)
 
     with pd.running_cluster(
@@ -208,6 +210,17 @@ def test_the_pair_gives_the_tokens_of_one_engine(pair: Pair, expected: Mapping[i
     pair.check_idle()
     moved = {policy: stats_of(engine)["kv_transfer"] for policy, engine in pair.decode.items()}
     assert all(stats["num_bytes"] and not stats["num_failed"] for stats in moved.values())
+
+
+def test_a_router_may_ask_both_at_once(pair: Pair, expected: Mapping[int, list[int]]):
+    """The decode engine is asked while the prompt is still computed."""
+    forget_prefixes(pair.decode.values())
+    decode = pair.decode["fail"]
+    with live_router([pair.prefill.url], [decode.url], pipelined_prefill=True) as live:
+        for num_tokens in PROMPTS:
+            assert tokens_of(complete(live.url, num_tokens)) == expected[num_tokens]
+        assert live.count("repeated_prefills_total") == 0 == live.count("fallbacks_total")
+    pair.check_idle()
 
 
 def test_a_producer_that_is_killed_before_its_kv_is_read(
