@@ -1,6 +1,10 @@
 """Which transfer backend a ``kv_connector`` means. The libraries are imported when one is used."""
 
+import os
+from collections.abc import Mapping
+
 from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig, broken_neuron_rules
+from dcpjax.errors import ConfigError
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferBackend
 
 PROCESS_FABRIC = InProcessFabric()
@@ -14,6 +18,7 @@ def prepare_backend(
 
     Raises:
         MeshError: the connector is Neuron's and the settings break its rules.
+        ConfigError: the environment makes the library's transfers wrong.
         TransferError: the library is not installed or does not start.
     """
     transfer = config.kv_transfer_config
@@ -22,7 +27,21 @@ def prepare_backend(
     if transfer.kv_connector == "NeuronNixlConnector":
         for error in broken_neuron_rules(config, model, transfers_kv=True):
             raise error
+    check_fabric(transfer, os.environ)
     return make_backend(transfer, engine_id, platform)
+
+
+def check_fabric(config: KVTransferConfig, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where libfabric would take a way that gives wrong KV.
+
+    ``python -m neuron.environment --transfer`` shows all else that EFA and Neuron want.
+    """
+    name = "FI_EFA_ENABLE_SHM_TRANSFER"
+    if "LIBFABRIC" in config.backends and environ.get(name) != "0":
+        raise ConfigError(
+            f"libfabric's shared memory gives wrong KV within a machine, so {name}=0",
+            **{name: environ.get(name)},
+        )
 
 
 def make_backend(config: KVTransferConfig, engine_id: str, platform: str) -> TransferBackend:

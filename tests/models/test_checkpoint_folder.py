@@ -241,9 +241,9 @@ def test_a_broken_index_is_refused(tmp_path, content):
         open_checkpoint(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["", "no-such-model", "config.json"])
+@pytest.mark.parametrize("name", ["", "no-such-model", "README.md"])
 def test_what_is_no_model_is_refused_with_the_known_names(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("{}")
     with pytest.raises(CheckpointError, match="smollm2-135m"):
         open_checkpoint(name)

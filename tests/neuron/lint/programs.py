@@ -44,7 +44,8 @@ def program(
         check_vma=False,
     )
     module = lower(mapped, arguments, name="small", aliases=aliases or {})
-    results = root(entry(module)).shape.tuple_shapes
+    result = root(entry(module)).shape
+    results = result.tuple_shapes or [result]
     outputs = tuple(
         TensorSpec(f"out{n}", tuple(s.dimensions), DTYPES.get(ElementType(s.element_type), "?"))
         for n, s in enumerate(results)

@@ -29,7 +29,9 @@ def result_intervals(small: Program) -> list[Interval | None]:
     """Of the outputs, in their order."""
     graph = Graph(small.module)
     ranges = find_ranges(small, graph)
-    return [ranges.of(i) for i in graph.operands(root(entry(small.module)))]
+    result = root(entry(small.module))
+    returned = graph.operands(result) if result.opcode == "tuple" else [result]
+    return [ranges.of(i) for i in returned]
 
 
 def bounds(function: Callable[..., Any], *inputs: TensorSpec) -> tuple[int, int]:
