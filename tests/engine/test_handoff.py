@@ -14,7 +14,13 @@ from dcpjax.engine.kv_backends import PROCESS_FABRIC
 from dcpjax.engine.kv_target import KVTarget
 from dcpjax.engine.request import FinishReason
 from dcpjax.engine.scheduler import Scheduler
-from dcpjax.errors import ConfigError, ContextLengthError, MeshError, RequestError
+from dcpjax.errors import (
+    ConfigError,
+    ContextLengthError,
+    MeshError,
+    RequestError,
+    UnsupportedCombination,
+)
 from tests.engine.pair import (
     BRIEF,
     MODULES,
