@@ -8,11 +8,11 @@ asks for any longer. Pages themselves are the scheduler's; it hears of the end o
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from dcpjax.config import KVTransferConfig
 from dcpjax.engine.kv_local import LocalKV
+from dcpjax.engine.kv_offers import Offer
 from dcpjax.engine.kv_writers import Writers
 from dcpjax.engine.remote_kv import KVExport
 from dcpjax.errors import PeerError
@@ -41,24 +41,6 @@ from dcpjax.transfer.side_channel import SideChannelServer
 _SWEEPS_PER_LEASE = 20
 
 
-@dataclass
-class _Offer:
-    """A prompt whose pages are held, the engines that want it, and how far it is computed.
-
-    ``waiting`` are answered when there is more than ``num_ready``, or nothing more will come.
-    """
-
-    export: KVExport
-    num_ready: int
-    targets: set[str] = field(default_factory=set[str])
-    waiting: list[Future[Computed]] = field(default_factory=list[Future[Computed]])
-    is_withdrawn: bool = False
-
-    @property
-    def is_computing(self) -> bool:
-        return self.num_ready < self.export.num_tokens and not self.is_withdrawn
-
-
 class KVSource:
     """Serves the KV of finished prompts to other engines.
 
@@ -73,7 +55,7 @@ class KVSource:
         self._on_end = on_end
         self._leases = LeaseTable(config.kv_lease_duration, config.kv_lease_extension)
         self._lock = threading.Lock()
-        self._offers: dict[str, _Offer] = {}
+        self._offers: dict[str, Offer] = {}
         self._writers = Writers(local)
         self._greeter = ThreadPoolExecutor(1, thread_name_prefix="dcpjax-kv-greet")
         self._closing = threading.Event()
@@ -96,7 +78,7 @@ class KVSource:
             num_ready: its tokens that are computed, where :meth:`advance` or :meth:`withdraw`
                 follow; None: all of them.
         """
-        offer = _Offer(export, export.num_tokens if num_ready is None else num_ready)
+        offer = Offer(export, export.num_tokens if num_ready is None else num_ready)
         with self._lock:  # before the lease: what is held can be looked up
             self._offers[export.request_id] = offer
         self._leases.open(export.request_id)
@@ -145,14 +127,10 @@ class KVSource:
             self._leases.close(request_id)
         self._unpin(request_id)
 
-    def _tell(self, offer: _Offer) -> None:
+    def _tell(self, offer: Offer) -> None:
         with self._lock:
             waiting, offer.waiting = offer.waiting, []
-        for answer in waiting:
-            if offer.is_withdrawn:
-                answer.set_exception(_withdrawn(offer.export.request_id))
-            else:
-                answer.set_result(Computed(num_tokens=offer.num_ready))
+        offer.answer(waiting)
 
     def close(self) -> None:
         """Stop serving. Idempotent.
@@ -161,6 +139,8 @@ class KVSource:
         no new engine at this address speaks while this one writes.
         """
         self._closing.set()
+        for request_id in list(self._offers):  # what is not computed yet will not be
+            self.withdraw(request_id)
         self._writers.wait()
         self._local.close()  # what still moves has failed now, which ends the pushes
         self._greeter.shutdown(cancel_futures=True)
@@ -184,8 +164,7 @@ class KVSource:
                 raise PeerError(
                     "the source holds the pages until they are read", request_id=call.request_id
                 )
-            if offer.is_withdrawn:
-                raise _withdrawn(call.request_id)
+            offer.check_not_withdrawn()
             if offer.num_ready > call.num_tokens or not offer.is_computing:
                 return Computed(num_tokens=offer.num_ready)
             answer: Future[Computed] = Future()
@@ -201,7 +180,7 @@ class KVSource:
         offer = self._want(call.request_id, call.target_engine_id)
         assert offer is not None, "a pinned offer has not ended"
         try:
-            _check_computed(offer, call.num_tokens)
+            offer.check_computed(call.num_tokens)
             return self._writers.push(call, offer.export, lambda: self._unpin(call.request_id))
         except PeerError:
             self._unpin(call.request_id)
@@ -250,7 +229,7 @@ class KVSource:
             self._end(call.request_id)
         return self._writers.aborted(call.request_id, call.target_engine_id)
 
-    def _want(self, request_id: str, target: str) -> _Offer | None:
+    def _want(self, request_id: str, target: str) -> Offer | None:
         """Note that an engine wants an offer. None: there is no such offer any more."""
         with self._lock:
             offer = self._offers.get(request_id)
@@ -283,16 +262,3 @@ class KVSource:
         with self._lock:
             self._offers.pop(request_id, None)
         self._on_end(request_id)
-
-
-def _check_computed(offer: _Offer, num_tokens: int) -> None:
-    if num_tokens > offer.num_ready:
-        raise PeerError(
-            "only tokens that were computed are sent",
-            num_tokens=num_tokens,
-            computed=offer.num_ready,
-        )
-
-
-def _withdrawn(request_id: str) -> PeerError:
-    return PeerError("a prompt that is offered early is computed", request_id=request_id)

@@ -161,15 +161,20 @@ def test_an_early_offer_outlives_a_lease_while_it_is_computed(tiny):
         assert prefill.engine.stats()["kv_transfer"]["num_expired"] == 1
 
 
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize(("policy", "says_so"), [("fail", True), ("recompute", False)])
 @pytest.mark.parametrize("connector", MODULES)
-def test_a_source_that_is_gone_in_the_middle(connector, policy, tiny, expected, monkeypatch):
+def test_a_source_that_is_gone_in_the_middle(
+    connector, policy, says_so, tiny, expected, monkeypatch
+):
+    """It closes, or nothing is heard of it any more."""
     skip_without(connector)
     monkeypatch.setattr(kv_peer, "_CALL_SECONDS", 1.0)
     settings = transfer("kv_consumer", connector, kv_load_failure_policy=policy)
     with node(tiny, **settings) as decode:
         with node(tiny, **pipelined(connector)) as prefill:
             _, request = begin_both(prefill, decode)
+            if not says_so:
+                prefill.engine._handoff._source._server.close()
         decode.run(request.request_id)
         wanted = [] if policy == "fail" else expected[97]
         assert decode.served[request.request_id].tokens == wanted

@@ -563,3 +563,56 @@ def test_a_load_takes_a_slot_and_pages_and_no_row() -> None:
     plan = planned(scheduler)
     assert {(s.request.request_id, s.start) for s in plan.decode} == {("a", 8), ("b", 9)}
     assert ids(plan.started) == ["a"], "what is kept per slot begins anew"
+
+
+# Prompts that are offered early
+
+
+def early_request(num_tokens: int, name: str, **params) -> Request:
+    request = request_of(num_tokens, name, **params)
+    request.exports_kv = request.exports_early = True
+    return request
+
+
+def test_an_early_export_tells_its_pages_first_and_then_how_far_it_is() -> None:
+    scheduler = scheduler_of(
+        PagePool(100, SIZE), shapes=StepShapes(decode_rows=(16,), prefill=((1, 8),))
+    )
+    request = early_request(18, "a", max_tokens=1)
+    scheduler.add(request)
+    plan = planned(scheduler)
+    events = scheduler.remote.take_events()
+    assert [export.page_ids for export in events.early_exports] == [tuple(request.page_ids)[:5]]
+    assert events.progress == {"a": 0}
+    scheduler.commit(plan, [])
+    assert scheduler.remote.take_events().progress == {"a": 8}
+    step(scheduler)
+    step(scheduler)
+    events = scheduler.remote.take_events()
+    assert (events.progress, events.exports, events.withdrawn) == ({"a": 18}, [], [])
+    assert request.status is Status.FINISHED
+    scheduler.check_integrity()
+    assert scheduler.remote.end_export("a")
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("end", ["abort", "preemption"])
+def test_an_early_export_that_loses_its_request_is_withdrawn(end) -> None:
+    scheduler = scheduler_of(PagePool(100, SIZE))
+    request = early_request(6, "a", max_tokens=8)
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.remote.take_events()
+    if end == "abort":
+        scheduler.abort("a")
+    else:
+        scheduler.remote.withdraw(request)
+        scheduler._lineup.requeue(request)
+    events = scheduler.remote.take_events()
+    assert events.withdrawn == ["a"]
+    scheduler.check_integrity()  # who may still read from the pages holds them
+    assert scheduler.remote.end_export("a")
+    scheduler.check_integrity()
+    while scheduler.has_work:
+        step(scheduler) if end == "preemption" else scheduler.take_ended()
+    assert scheduler.remote.take_events().exports == [], "it was told that nothing will come"

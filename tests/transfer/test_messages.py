@@ -30,6 +30,7 @@ from dcpjax.transfer.messages import (
     Aborted,
     Claim,
     Claimed,
+    Computed,
     Failed,
     Heartbeat,
     HeartbeatReply,
@@ -39,6 +40,7 @@ from dcpjax.transfer.messages import (
     Push,
     Pushed,
     Released,
+    Wait,
     Welcome,
 )
 
@@ -66,9 +68,11 @@ CALLS = [
     ),
     Heartbeat(engine_id="p", target_engine_id="d", request_ids=("r", "ü" * 256)),
     Heartbeat(engine_id="p", target_engine_id="d", request_ids=()),
+    Wait(engine_id="p", request_id="r", num_tokens=0),
     Abort(engine_id="p", target_engine_id="d", request_id="r"),
 ]
 REPLIES = [
+    Computed(num_tokens=2**31 - 1),
     Welcome(connector_version=2**31 - 1, compatibility=DIGEST, factors={}, metadata=b""),
     Pushed(),
     Released(ok=True),
