@@ -236,7 +236,7 @@ def _manifest(
         tp=config.tensor_parallel_size,
         dcp=config.decode_context_parallel_size,
         world_size=config.tensor_parallel_size,
-        settings={name: getattr(config, name) for name in ENGINE_FIELDS},
+        settings={name: getattr(config, name) for name in (*ENGINE_FIELDS, "apply_prefill_dcp")},
         programs=tuple(records),
     )
 

@@ -32,6 +32,9 @@ def _inline(computation: Any, bodies: dict[int, Any], numbers: "count[int]") -> 
             continue
         (called,) = item.called_computation_ids
         body, value = _body(bodies[called], list(item.operand_ids), numbers)
+        for inlined in body:
+            if not inlined.metadata.stack_frame_id:  # JAX drops those of what it traced before
+                inlined.metadata.CopyFrom(item.metadata)
         instructions += body
         instead[item.id] = value
     computation.root_id = instead.get(computation.root_id, computation.root_id)

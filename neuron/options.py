@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from dcpjax.cli.options import option
-from dcpjax.config import EngineConfig
+from dcpjax.config import EngineConfig, KVTransferConfig
 from neuron.targets import TARGETS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -34,6 +34,12 @@ ENGINE_FIELDS = tuple(_SPELLINGS)
 
 def engine_options(function: Function) -> Function:
     """Add the settings of an engine that decide about its programs, named as its fields."""
+    function = option(
+        "Engine",
+        "--apply-prefill-dcp",
+        is_flag=True,
+        help="a prefill engine that sends its KV, with the ranks in Neuron's order for it",
+    )(function)
     for name in reversed(_SPELLINGS):
         function = _engine_option(name)(function)
     return function
@@ -54,7 +60,11 @@ def machine_options(function: Function) -> Function:
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     """The engine of these options; those that are none of an engine's are left out."""
-    return EngineConfig(model=options["model"], **{name: options[name] for name in ENGINE_FIELDS})
+    settings = {name: options[name] for name in ENGINE_FIELDS}
+    if options["apply_prefill_dcp"]:
+        settings["apply_prefill_dcp"] = True
+        settings["kv_transfer_config"] = KVTransferConfig("kv_producer", "NeuronNixlConnector")
+    return EngineConfig(model=options["model"], **settings)
 
 
 def _engine_option(name: str) -> Callable[[Function], Function]:

@@ -8,6 +8,7 @@ from neuron.lint.graph import Graph, Instruction
 
 ROOT = Path(dcpjax.__file__).resolve().parent.parent
 _PACKAGES = ("dcpjax", "neuron")
+_PASSED = ROOT / "neuron" / "lowering.py"  # every trace passes through it
 _NEAR = 64
 """Neighbours to ask when an instruction has no line of its own: JAX keeps none of what it traced
 before, like the body of ``jnp.where``."""
@@ -55,7 +56,7 @@ def _frames(graph: Graph, instruction: Instruction) -> list[tuple[Path, int]]:
 
 
 def _is_ours(path: Path) -> bool:
-    return any(path.is_relative_to(ROOT / package) for package in _PACKAGES)
+    return path != _PASSED and any(path.is_relative_to(ROOT / name) for name in _PACKAGES)
 
 
 def _shown(path: Path) -> str:
