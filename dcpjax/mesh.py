@@ -85,14 +85,18 @@ def _request_cpu_devices(count: int) -> None:
 
 def decode_mesh(devices: Sequence[jax.Device], dcp: int) -> Mesh:
     """Mesh ("tp", "dcp") of all ``devices``; consecutive ranks share the tokens of a sequence."""
-    groups = _num_groups(len(devices), dcp)
-    return _mesh(devices, {TP: groups, DCP: dcp})
+    return _mesh(devices, mesh_axes(len(devices), dcp, prefill_order=False))
 
 
 def prefill_mesh(devices: Sequence[jax.Device], dcp: int) -> Mesh:
     """Mesh ("dcp", "tp") of all ``devices``: ranks that are far apart share tokens (producers)."""
-    groups = _num_groups(len(devices), dcp)
-    return _mesh(devices, {DCP: dcp, TP: groups})
+    return _mesh(devices, mesh_axes(len(devices), dcp, prefill_order=True))
+
+
+def mesh_axes(ranks: int, dcp: int, *, prefill_order: bool) -> dict[str, int]:
+    """Axes of :func:`prefill_mesh` or :func:`decode_mesh` with their sizes, the slow one first."""
+    groups = _num_groups(ranks, dcp)
+    return {DCP: dcp, TP: groups} if prefill_order else {TP: groups, DCP: dcp}
 
 
 def _num_groups(ranks: int, dcp: int) -> int:

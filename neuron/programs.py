@@ -20,7 +20,7 @@ from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.pool_mirror import MOVED_PAGES
 from dcpjax.engine.step import FROM_HOST, StepShape, make_step
-from dcpjax.mesh import ALL_RANKS, DCP, TP
+from dcpjax.mesh import ALL_RANKS, mesh_axes
 from dcpjax.models.checkpoint import open_checkpoint
 from dcpjax.models.weights import PlacedModel, outline_model
 from neuron.errors import TargetError
@@ -68,9 +68,13 @@ class Deployment:
 
     @cached_property
     def mesh(self) -> AbstractMesh:
-        tp, dcp = self.config.head_groups, self.config.decode_context_parallel_size
+        config = self.config
         return abstract_mesh(
-            {DCP: dcp, TP: tp} if self.config.apply_prefill_dcp else {TP: tp, DCP: dcp}
+            mesh_axes(
+                config.tensor_parallel_size,
+                config.decode_context_parallel_size,
+                prefill_order=config.apply_prefill_dcp,
+            )
         )
 
     @cached_property

@@ -94,16 +94,13 @@ def segments_attention(
     One loop over the reads of all rows, row by row: an unused row costs nothing. Nested loops would
     make XLA copy the pool on JAX 0.9, and a batch of equal reads would read as far as the longest.
     """
-    begin = jax.vmap(
-        lambda q, length, k, v, positions: _begin(
-            q, pages, length, k, v, positions, rank, ranks, interleave, scale
-        )
-    )(q, prior_lengths, k, v, positions)
+    rows = (q, prior_lengths, k, v, positions)
+    begin = _begin_rows(rows, pages, rank, ranks, interleave, scale)
     tokens, width = q.shape[1], page_tables.shape[1]
     prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale)
     trips = jax.vmap(lambda segment: segment.trips(prior))(begin)
-    rows = jnp.arange(trips.shape[0])
-    is_up_to = rows[:, None] >= rows[None, :]
+    numbers = jnp.arange(trips.shape[0])
+    is_up_to = numbers[:, None] >= numbers[None, :]
     stops = jnp.sum(jnp.where(is_up_to, trips[None, :], 0), axis=1, dtype=jnp.int32)
 
     def read(index: Array, running: Running) -> Running:
@@ -142,11 +139,8 @@ def static_segments_attention(
     Every row reads all pages of its table, all rows together: the table is as wide as the longest
     sequence of the batch needs.
     """
-    begin = jax.vmap(
-        lambda q, length, k, v, positions: _begin(
-            q, pages, length, k, v, positions, rank, ranks, interleave, scale
-        )
-    )(q, prior_lengths, k, v, positions)
+    rows = (q, prior_lengths, k, v, positions)
+    begin = _begin_rows(rows, pages, rank, ranks, interleave, scale)
     tokens, width = q.shape[1], page_tables.shape[1]
     prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale, form.read_tokens)
 
@@ -200,6 +194,22 @@ def _begin(
     running = attend_current(queries, k, values, visible, bounds, scale)
     held = local_filled(prior_length, rank, ranks=ranks, interleave=interleave)
     return _Segment(flatten_heads(queries), held, running)
+
+
+def _begin_rows(
+    rows: tuple[Array, ...],
+    pages: Array,
+    rank: Array | int,
+    ranks: int,
+    interleave: int,
+    scale: float,
+) -> _Segment:
+    """As :func:`_begin` for each row of (q, prior_length, k, v, positions)."""
+
+    def begin(q: Array, length: Array, k: Array, v: Array, positions: Array) -> _Segment:
+        return _begin(q, pages, length, k, v, positions, rank, ranks, interleave, scale)
+
+    return jax.vmap(begin)(*rows)
 
 
 @dataclass(frozen=True)

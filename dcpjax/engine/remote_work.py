@@ -37,11 +37,6 @@ class RemoteWork:
         return self._exports.pages | self._orphans.pages
 
     @property
-    def num_exports(self) -> int:
-        """Prompts whose pages are kept for other engines."""
-        return len(self._exports)
-
-    @property
     def num_loading(self) -> int:
         """Requests whose KV is on the way, those that were aborted meanwhile included."""
         loading = sum(r.status is Status.LOADING for r in self._lineup.running.values())

@@ -31,7 +31,7 @@ class Dispatcher:
                 self._engine.add(request)
                 self._mailboxes[request.request_id] = mailbox
                 mailbox.request_ids.add(request.request_id)
-        except BaseException:
+        except BaseException:  # also when the caller is interrupted here
             mailbox.close()
             raise
         return mailbox

@@ -177,7 +177,7 @@ class SideChannelClient:
         except zmq.ContextTerminated as error:
             socket.close(linger=0)
             raise self._closed() from error
-        except BaseException:
+        except BaseException:  # a socket with half a message on it is used by nobody again
             socket.close(linger=0)
             raise
         self._put_back(socket)

@@ -41,10 +41,6 @@ class Interval:
         return self.low.ndim
 
     @property
-    def is_exact(self) -> np.ndarray:
-        return self.low == self.high
-
-    @property
     def bounds(self) -> tuple[int, int]:
         """Of all elements together."""
         return int(self.low.min()), int(self.high.max())
