@@ -5,8 +5,8 @@ arrays that do not exist: neither the ranks' devices nor weights are needed.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from dcpjax.cache.page_moves import gather_pages, scatter_pages
-from dcpjax.cache.pool import POOL_SPEC, PoolShape
+from dcpjax.cache.parts import KV
+from dcpjax.cache.pool import POOL_SPEC, PoolShapes
 from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.pool_mirror import MOVED_PAGES
@@ -31,6 +32,8 @@ from neuron.targets import Target
 
 HBM_SHARE = 0.85
 """Part of a core's memory that weights and pool may take; the rest is for activations."""
+
+_POOL = "pool"
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,11 @@ class Deployment:
         return outline_model(blueprint.model, blueprint.sharding, self.mesh, blueprint.dtype)
 
     @cached_property
-    def pool(self) -> PoolShape:
+    def pools(self) -> PoolShapes:
         """As many pages as were asked for, or as fit beside the weights."""
         if self.config.num_pages is not None:
-            return self.blueprint.pool_shape(self.config.num_pages)
-        one = self.blueprint.pool_shape(1)
+            return self.blueprint.pool_shapes(self.config.num_pages)
+        one = self.blueprint.pool_shapes(1)
         free = int(HBM_SHARE * self.target.hbm_bytes_per_core(self.lnc)) - self.weight_bytes
         pages = free // one.page_bytes(self.config.head_groups) - 1
         per_sequence = max(self.blueprint.table_widths)
@@ -100,7 +103,7 @@ class Deployment:
                 pages_needed=per_sequence,
                 hbm_bytes=self.target.hbm_bytes_per_core(self.lnc),
             )
-        return replace(one, num_pages=min(pages, self.config.max_num_seqs * per_sequence))
+        return one.with_pages(min(pages, self.config.max_num_seqs * per_sequence))
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -114,9 +117,13 @@ class Deployment:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self.mesh, spec))
 
     @property
-    def pool_array(self) -> jax.ShapeDtypeStruct:
-        shape = self.pool.array_shape(self.config.decode_context_parallel_size)
-        return self.array(shape, self.pool.storage_dtype, POOL_SPEC)
+    def pool_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """One for each part of the cache."""
+        ranks = self.config.decode_context_parallel_size
+        return {
+            name: self.array(pool.array_shape(ranks), pool.storage_dtype, POOL_SPEC)
+            for name, pool in self.pools.by_part.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -210,14 +217,14 @@ def _step_call(deployment: Deployment, kind: ProgramKind, shape: StepShape, max_
     step = make_step(
         model,
         shape,
-        blueprint.token_sharding(deployment.pool),
+        blueprint.token_sharding(deployment.pools),
         deployment.mesh,
         vocab_size=vocab_size,
         max_rows=max_rows,
     )
     whole = PartitionSpec()
+    pools = deployment.pool_arrays
     inputs = {
-        "pool": deployment.pool_array,
         "packed": deployment.array((shape.packed_size,), jnp.int32, whole),
         "previous": deployment.array((max_rows,), jnp.int32, whole),
         "rank_ids": deployment.array((ranks,), jnp.uint32, PartitionSpec(ALL_RANKS)),
@@ -228,9 +235,9 @@ def _step_call(deployment: Deployment, kind: ProgramKind, shape: StepShape, max_
         kind,
         ranks,
         step,
-        (model.parameters, *inputs.values()),
-        (*model.names, *inputs),
-        ("pool", "tokens", "logits"),
+        (model.parameters, pools, *inputs.values()),
+        (*model.names, *pool_names(pools), *inputs),
+        (*pool_names(pools), "tokens", "logits"),
         {
             "packed": tuple(_packed_ranges(deployment, shape, max_rows)),
             "previous": (IndexRange(0, max_rows, 0, vocab_size - 1),),
@@ -245,7 +252,7 @@ def _packed_ranges(deployment: Deployment, shape: StepShape, max_rows: int) -> I
     bounds = {
         "token_ids": (0, deployment.blueprint.model.vocab_size - 1),
         "sources": (FROM_HOST, max_rows - 1),
-        "page_tables": (0, deployment.pool.scratch_page),
+        "page_tables": (0, deployment.pools.scratch_page),
         "prior_lengths": (0, longest - 1),
         "num_tokens": (0, max(1, shape.prefill_width)),
     }
@@ -257,21 +264,33 @@ def _packed_ranges(deployment: Deployment, shape: StepShape, max_rows: int) -> I
         start = stop
 
 
+def pool_names(parts: Iterable[str]) -> list[str]:
+    """What the pools of a cache's parts are called among a program's inputs and outputs."""
+    return [_POOL if part == KV else f"{_POOL}_{part}" for part in parts]
+
+
 def _page_calls(deployment: Deployment) -> list[Call]:
-    """Whole pages out of the pool and into it, for transfers by the host's memory."""
-    pool, mesh = deployment.pool_array, deployment.mesh
+    """Whole pages out of each pool and into it, for transfers by the host's memory."""
+    pools = deployment.pool_arrays
+    named = zip(pool_names(pools), pools.values(), strict=True)
+    return [call for name, pool in named for call in _page_calls_of(deployment, name, pool)]
+
+
+def _page_calls_of(deployment: Deployment, name: str, pool: jax.ShapeDtypeStruct) -> list[Call]:
+    mesh = deployment.mesh
     ids = deployment.array((MOVED_PAGES,), jnp.int32, PartitionSpec())
     dcp = deployment.config.decode_context_parallel_size
     pages = deployment.array((dcp * MOVED_PAGES, *pool.shape[1:]), pool.dtype, POOL_SPEC)
-    ranges = {"ids": (IndexRange(0, MOVED_PAGES, 0, deployment.pool.scratch_page),)}
+    suffix = name.removeprefix(_POOL)
+    ranges = {"ids": (IndexRange(0, MOVED_PAGES, 0, deployment.pools.scratch_page),)}
 
     def call(kind: ProgramKind, function: Any, inputs: dict[str, Any], output: str) -> Call:
         ranks, names = deployment.config.tensor_parallel_size, tuple(inputs)
-        name, arguments = f"{kind}_{MOVED_PAGES}", tuple(inputs.values())
-        return Call(name, kind, ranks, function, arguments, names, (output,), ranges)
+        title, arguments = f"{kind}{suffix}_{MOVED_PAGES}", tuple(inputs.values())
+        return Call(title, kind, ranks, function, arguments, names, (output,), ranges)
 
-    taken = {"pool": pool, "ids": ids}
+    taken = {name: pool, "ids": ids}
     return [
         call("page_gather", gather_pages(mesh), taken, "pages"),
-        call("page_scatter", scatter_pages(mesh), {**taken, "pages": pages}, "pool"),
+        call("page_scatter", scatter_pages(mesh), {**taken, "pages": pages}, name),
     ]

@@ -167,7 +167,7 @@ assert max(constants) < 1024, "no weight is a constant"
 pool = inputs["pool"]
 assert [call.input_names[number] for number in call.aliases.values()] == ["pool"]
 assert (pool.shape, pool.dtype) == (outputs["pool"].shape, outputs["pool"].dtype)
-assert pool.shape[0] == 128 + 1 and deployment.pool.scratch_page == 128
+assert pool.shape[0] == 128 + 1 and deployment.pools.scratch_page == 128
 
 # %% [markdown]
 # **Ranges.** On Neuron an index outside of an array ends the program, even in a lane that is
@@ -179,7 +179,7 @@ for part in inputs["packed"].ranges:
     print(f"packed[{part.start}:{part.stop}] lies in [{part.low}, {part.high}]")
 
 assert inputs["packed"].ranges[-1].stop == inputs["packed"].size
-assert any(part.high == deployment.pool.scratch_page for part in inputs["packed"].ranges)
+assert any(part.high == deployment.pools.scratch_page for part in inputs["packed"].ranges)
 
 # %% [markdown]
 # ## Collectives and their groups

@@ -102,7 +102,7 @@ def source_of(engine: Engine) -> Iterator[tuple[NixlBackend, BoundTransfer]]:
         backend.register(engine.runner.memory)
         backend.connect("source", agent)
         landing = LANDING_TOKENS // (PAGE * DCP)
-        last = engine.pool_shape.num_pages
+        last = engine.pool_shapes.num_pages
         bound = bind(
             plan_transfer(placement, engine.placement, num_tokens=LANDING_TOKENS),
             SequenceMemory(placement, ranks, np.arange(num_pages)),

@@ -5,7 +5,7 @@ from typing import Any
 
 import tokenizers
 
-from dcpjax.config import ModelConfig
+from dcpjax.config import LlamaConfig
 from dcpjax.engine.request import FinishReason, Request, TokenLogprobs, TokenOutput
 from dcpjax.errors import ContextLengthError, RequestError
 from dcpjax.text.pieces import BYTE_OF_CHARACTER, PieceSpelling
@@ -35,7 +35,7 @@ class CountUpEngine:
     is_closed: bool = False
 
     def __post_init__(self) -> None:
-        self.model_config = ModelConfig(
+        self.model_config = LlamaConfig(
             architecture="fake",
             vocab_size=VOCAB_SIZE,
             hidden_size=8,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig, RopeScaling, has_type
+from dcpjax.config import EngineConfig, KVTransferConfig, LlamaConfig, RopeScaling, has_type
 from dcpjax.errors import ConfigError, UnsupportedCombination
 
 MODEL: dict[str, Any] = {
@@ -94,9 +94,9 @@ def test_a_step_holds_one_stripe_over_all_ranks(most: int, is_refused: bool) -> 
     ],
 )
 def test_models_that_make_no_sense(name: str, value: Any) -> None:
-    ModelConfig(**MODEL)
+    LlamaConfig(**MODEL)
     with pytest.raises(ConfigError) as caught:
-        ModelConfig(**{**MODEL, name: value})
+        LlamaConfig(**{**MODEL, name: value})
     assert name in caught.value.values
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dcpjax.config import ModelConfig
+from dcpjax.config import LlamaConfig
 from dcpjax.errors import ConfigError, MeshError
 from dcpjax.layout import (
     KVPlacement,
@@ -37,7 +37,8 @@ from dcpjax.mesh import (
     prefill_mesh,
     sharding,
 )
-from dcpjax.models.llama import Llama, Sharding
+from dcpjax.models.llama import Llama
+from dcpjax.models.sharding import Sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_DEVICES = len(jax.devices())
@@ -167,7 +168,7 @@ def test_counts_of_heads_that_make_no_sense_are_refused(shape, rule):
 
 
 PRODUCER_RANKS, PRODUCER_DCP = 8, 4
-TINY = ModelConfig(
+TINY = LlamaConfig(
     architecture="LlamaForCausalLM",
     vocab_size=64,
     hidden_size=16,

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from dcpjax.config import EngineConfig, ModelConfig, broken_neuron_rules
+from dcpjax.config import EngineConfig, LlamaConfig, broken_neuron_rules
 from dcpjax.errors import ConfigError, MeshError
 
-MODEL = ModelConfig("LlamaForCausalLM", 64, 16, 32, 1, 32, 8, 4, 64)  # 32 query, 8 KV heads
+MODEL = LlamaConfig("LlamaForCausalLM", 64, 16, 32, 1, 32, 8, 4, 64)  # 32 query, 8 KV heads
 PREFILL = EngineConfig(
     "model",
     tensor_parallel_size=8,

@@ -1,12 +1,15 @@
-"""The pages of one engine on its devices.
+"""The pages of one engine on its devices: one pool for each part of the model's cache.
 
 A pool is one array ``[pages, layers, heads, page_size, width]``, keys and values packed along the
 width. The page axis is split over the ranks that share tokens, the head axis over the head groups.
 Every step takes it donated and returns it. The last page of each rank's share is its scratch page.
+A page id names one page in the pool of every part.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Integer, Shaped
 
 from dcpjax.cache import formats
+from dcpjax.cache.parts import CachePart
 from dcpjax.mesh import DCP, partition, sharding
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)
@@ -55,6 +59,64 @@ class PoolShape:
     def rank_bytes(self, head_groups: int) -> int:
         """Bytes of one rank's share of the pool, scratch page included."""
         return (self.num_pages + 1) * self.page_bytes(head_groups)
+
+
+Pools = dict[str, Array]
+"""The pools of one engine, by the name of the part."""
+
+
+@dataclass(frozen=True)
+class PoolShapes:
+    """The pools of all parts, by name. They have the same page ids."""
+
+    by_part: Mapping[str, PoolShape]
+
+    @property
+    def num_pages(self) -> int:
+        """Usable pages of one rank."""
+        return next(iter(self.by_part.values())).num_pages
+
+    @property
+    def scratch_page(self) -> int:
+        return self.num_pages
+
+    def page_bytes(self, head_groups: int) -> int:
+        """Bytes of one page of one rank, of all parts together."""
+        return sum(shape.page_bytes(head_groups) for shape in self.by_part.values())
+
+    def rank_bytes(self, head_groups: int) -> int:
+        """Bytes of one rank's shares of all pools, scratch pages included."""
+        return sum(shape.rank_bytes(head_groups) for shape in self.by_part.values())
+
+    def with_pages(self, num_pages: int) -> "PoolShapes":
+        resized = {
+            name: replace(shape, num_pages=num_pages) for name, shape in self.by_part.items()
+        }
+        return PoolShapes(resized)
+
+
+def part_shape(
+    part: CachePart, *, num_pages: int, num_heads: int, page_size: int, ranks: int, **stored: Any
+) -> PoolShape:
+    """The pool of one part.
+
+    Args:
+        page_size: tokens of a page that is one of ``ranks`` ranks' share of a virtual page.
+        stored: how values are stored, see :class:`PoolShape`.
+    """
+    return PoolShape(
+        num_pages=num_pages,
+        num_layers=len(part.layers),
+        num_heads=num_heads,
+        page_size=page_size * ranks if part.is_replicated else page_size,
+        width=part.width,
+        **stored,
+    )
+
+
+def allocate_pools(shapes: PoolShapes, mesh: Mesh) -> Pools:
+    """Pools of zeros on the devices of the mesh."""
+    return {name: allocate_pool(shape, mesh) for name, shape in shapes.by_part.items()}
 
 
 def allocate_pool(shape: PoolShape, mesh: Mesh) -> Array:

@@ -10,7 +10,12 @@ from dcpjax.config.engine import DTypeName as DTypeName
 from dcpjax.config.engine import EngineConfig as EngineConfig
 from dcpjax.config.engine import LoadFormat as LoadFormat
 from dcpjax.config.engine import PrefillGather as PrefillGather
-from dcpjax.config.model import ModelConfig as ModelConfig
+from dcpjax.config.glm import ExpertsConfig as ExpertsConfig
+from dcpjax.config.glm import GlmConfig as GlmConfig
+from dcpjax.config.glm import IndexerConfig as IndexerConfig
+from dcpjax.config.glm import ModelConfig as ModelConfig
+from dcpjax.config.glm import YarnScaling as YarnScaling
+from dcpjax.config.model import LlamaConfig as LlamaConfig
 from dcpjax.config.model import RopeScaling as RopeScaling
 from dcpjax.config.neuron_rules import broken_neuron_rules as broken_neuron_rules
 from dcpjax.config.transfer import KVConnector as KVConnector

@@ -34,7 +34,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class LlamaConfig:
     """The shape of one decoder of the Llama family (Llama 2/3, SmolLM2, Qwen2, Qwen3)."""
 
     architecture: str

@@ -1,7 +1,7 @@
 """What decode context parallelism asks of a mesh and a model on AWS Neuron."""
 
 from dcpjax.config.engine import EngineConfig
-from dcpjax.config.model import ModelConfig
+from dcpjax.config.glm import ModelConfig
 from dcpjax.errors import MeshError
 
 

@@ -6,6 +6,7 @@ output share memory, and no other instruction has an output of the pool's shape.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,24 +53,24 @@ class _Instruction:
         return dimensions in self.type
 
 
-def audit_step(
-    compiled: Any, step: str, *, pool_shape: tuple[int, ...], pool_output: int = 0
-) -> StepAudit:
+def audit_step(compiled: Any, step: str, *, pool_shapes: Sequence[tuple[int, ...]]) -> StepAudit:
     """Examine one compiled step.
 
     Args:
         compiled: what ``jax.jit(step).lower(…).compile()`` returns.
         step: its name, for the error.
-        pool_shape: shape of one device's share of the pool.
-        pool_output: index of the pool among the step's outputs.
+        pool_shapes: shapes of one device's share of each pool; the pools are the first outputs of
+            the step, in this order.
 
     Raises:
         AuditError: the pool is not aliased, or an instruction makes another one of its shape.
     """
     text = compiled.as_text()
-    check_aliased(text, step, pool_output)
+    for output in range(len(pool_shapes)):
+        check_aliased(text, step, output)
     instructions = _instructions(text)
-    copies = _copies(instructions, f"[{','.join(map(str, pool_shape))}]")
+    wanted = [f"[{','.join(map(str, shape))}]" for shape in dict.fromkeys(pool_shapes)]
+    copies = [found for dimensions in wanted for found in _copies(instructions, dimensions)]
     if copies:
         raise AuditError("the step makes copies of the KV pool", step=step, instructions=copies)
     memory = compiled.memory_analysis()

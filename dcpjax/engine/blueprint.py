@@ -9,14 +9,15 @@ from functools import cached_property
 import jax.numpy as jnp
 
 from dcpjax.attention.block import TokenSharding
-from dcpjax.cache.pool import PoolShape
+from dcpjax.cache.parts import CachePart, cache_parts
+from dcpjax.cache.pool import PoolShapes, part_shape
 from dcpjax.config import EngineConfig, ModelConfig, broken_neuron_rules
 from dcpjax.engine.plan import StepShapes
 from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.form import StepForm, form_for
 from dcpjax.layout import KVPlacement
 from dcpjax.mesh import HeadLayout
-from dcpjax.models.llama import Sharding
+from dcpjax.models.sharding import Sharding
 
 LEAST_CONTEXT = 2048
 """Tokens of the shortest page table that steps are compiled for, where there are several."""
@@ -109,25 +110,35 @@ class Blueprint:
             )
         return trained if wanted is None else wanted
 
-    def pool_shape(self, num_pages: int) -> PoolShape:
-        """The pool with so many usable pages on each rank."""
-        return PoolShape(
-            num_pages=num_pages,
-            num_layers=self.model.num_layers,
-            num_heads=self.heads.groups * self.heads.group_kv_heads,
-            page_size=self.config.block_size,
-            width=2 * self.model.head_dim,
-            dtype=self.kv_dtype,
-            is_native=self.form.native_pools,
-        )
+    @cached_property
+    def parts(self) -> tuple[CachePart, ...]:
+        """What is cached of each token."""
+        return cache_parts(self.model)
 
-    def token_sharding(self, pool: PoolShape) -> TokenSharding:
+    def pool_shapes(self, num_pages: int) -> PoolShapes:
+        """The pools with so many usable pages on each rank."""
+        heads = self.heads.groups * self.heads.group_kv_heads
+        by_part = {
+            part.name: part_shape(
+                part,
+                num_pages=num_pages,
+                num_heads=heads,
+                page_size=self.config.block_size,
+                ranks=self.config.decode_context_parallel_size,
+                dtype=self.kv_dtype,
+                is_native=self.form.native_pools,
+            )
+            for part in self.parts
+        }
+        return PoolShapes(by_part)
+
+    def token_sharding(self, pools: PoolShapes) -> TokenSharding:
         """How the tokens of a sequence are spread over the ranks' pools."""
         return TokenSharding(
             ranks=self.config.decode_context_parallel_size,
             interleave=self.config.interleave,
             page_size=self.config.block_size,
-            scratch_page=pool.scratch_page,
+            scratch_page=pools.scratch_page,
         )
 
     @property

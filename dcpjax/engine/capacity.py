@@ -1,12 +1,11 @@
 """How many pages an engine gets. Asked once the weights are in place."""
 
-import dataclasses
 from pathlib import Path
 
 import psutil
 from jax.sharding import Mesh
 
-from dcpjax.cache.pool import PoolShape
+from dcpjax.cache.pool import PoolShapes
 from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError
 
@@ -18,14 +17,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_num_pages(
-    shape: PoolShape, config: EngineConfig, max_model_len: int, mesh: Mesh
-) -> PoolShape:
-    """The shape with its number of pages: as set, else as needed and as memory allows.
+    shapes: PoolShapes, config: EngineConfig, max_model_len: int, mesh: Mesh
+) -> PoolShapes:
+    """The shapes with their number of pages: as set, else as needed and as memory allows.
 
     Raises:
         ConfigError: that many pages, or not even one, do not fit into the free memory.
     """
-    page_bytes = shape.page_bytes(config.head_groups)
+    page_bytes = shapes.page_bytes(config.head_groups)
     free = _free_bytes_per_rank(mesh)
     if config.num_pages is not None:
         wanted = config.num_pages
@@ -41,7 +40,7 @@ def choose_num_pages(
             page_bytes=page_bytes,
             free_bytes=free,
         )
-    return dataclasses.replace(shape, num_pages=wanted)
+    return shapes.with_pages(wanted)
 
 
 def _rounded(num_pages: int) -> int:

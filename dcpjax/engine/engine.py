@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from dcpjax.cache.pool import PoolShape
+from dcpjax.cache.parts import KV
+from dcpjax.cache.pool import PoolShapes
 from dcpjax.cache.prefix import PagePool
 from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.blueprint import Blueprint
@@ -78,8 +79,8 @@ class Engine:
         config = self.config
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
-            self.pool_shape = self._choose_pool()  # takes what the weights have left
-            self._pages = PagePool(self.pool_shape.num_pages, config.virtual_page_size)
+            self.pool_shapes = self._choose_pools()  # takes what the weights have left
+            self._pages = PagePool(self.pool_shapes.num_pages, config.virtual_page_size)
             self.scheduler = Scheduler(
                 self._pages,
                 max_num_seqs=config.max_num_seqs,
@@ -92,9 +93,9 @@ class Engine:
         self._unexpected_before = COMPILATIONS.unexpected
         self._wake: Callable[[], None] = lambda: None
 
-    def _choose_pool(self) -> PoolShape:
-        shape = self.blueprint.pool_shape(num_pages=1)
-        return choose_num_pages(shape, self.config, self.max_model_len, self._mesh)
+    def _choose_pools(self) -> PoolShapes:
+        shapes = self.blueprint.pool_shapes(num_pages=1)
+        return choose_num_pages(shapes, self.config, self.max_model_len, self._mesh)
 
     def _place_model(self, checkpoint: Checkpoint, progress: Progress | None) -> PlacedModel:
         sharding, dtype = self.blueprint.sharding, self.blueprint.dtype
@@ -104,8 +105,8 @@ class Engine:
         return self.runner_type(
             model,
             self._mesh,
-            self.pool_shape,
-            self.blueprint.token_sharding(self.pool_shape),
+            self.pool_shapes,
+            self.blueprint.token_sharding(self.pool_shapes),
             self.blueprint.step_shapes,
             table_widths=self.blueprint.table_widths,
             vocab_size=self.model_config.vocab_size,
@@ -142,7 +143,7 @@ class Engine:
             weights=fingerprint(checkpoint),
             dtype=str(self.blueprint.dtype),
             transfer=config,
-            pool=self.pool_shape,
+            pool=self.pool_shapes.by_part[KV],
             placement=self.placement,
             regions=regions,
             backend=backend,
@@ -253,14 +254,13 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Gauges, counters since the start, and what the memory of the arrays says."""
         stats, audits = self.scheduler.stats(), self.runner.audits
-        shares = [shard.data.nbytes for shard in self.runner.pool.addressable_shards]
         return {
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,
             "num_preemptions": stats.num_preemptions,
             "kv_cache_usage": stats.page_usage,
             "kv_page_fragmentation": self._pages.fragmentation,
-            "num_pages": self.pool_shape.num_pages,
+            "num_pages": self.pool_shapes.num_pages,
             "block_size": self.config.block_size,
             "prefix_cache_queries": stats.num_prefix_queries,
             "prefix_cache_hits": stats.num_prefix_hits,
@@ -269,8 +269,8 @@ class Engine:
             "steps": self._num_steps,
             "compilations_after_warmup": COMPILATIONS.unexpected - self._unexpected_before,
             "compiled_shapes": self.runner.shape_names,
-            "kv_bytes_per_rank": max(shares),
-            "kv_tokens_capacity": self.pool_shape.num_pages * self.config.virtual_page_size,
+            "kv_bytes_per_rank": self.runner.pool_bytes,
+            "kv_tokens_capacity": self.pool_shapes.num_pages * self.config.virtual_page_size,
             "acceptance_length": 1.0,
             "kv_transfer": None if self._handoff is None else self._handoff.stats(),
             "mesh": dict(self._mesh.shape),

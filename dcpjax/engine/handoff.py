@@ -225,7 +225,7 @@ def describe_engine(
             cache_dtype=str(pool.dtype),
             num_hidden_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
-            head_size=model.head_dim,
+            head_size=pool.width,
         ),
         placement=placement,
         regions=regions,

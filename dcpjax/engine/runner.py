@@ -1,4 +1,4 @@
-"""Plans to arrays to dispatched steps. Owns the parameters and the pool.
+"""Plans to arrays to dispatched steps. Owns the parameters and the pools.
 
 Every shape is compiled and audited in warm-up and run through its compiled form afterwards, so
 nothing can be compiled later.
@@ -6,9 +6,11 @@ nothing can be compiled later.
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,8 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dcpjax.attention.block import TokenSharding
-from dcpjax.cache.pool import PoolShape, allocate_pool
+from dcpjax.cache.parts import KV
+from dcpjax.cache.pool import Pools, PoolShapes, allocate_pools
 from dcpjax.config import Progress
 from dcpjax.engine.audit import StepAudit, audit_step
 from dcpjax.engine.page_tables import PageTables
@@ -67,7 +70,7 @@ class Runner:
         self,
         model: PlacedModel,
         mesh: Mesh,
-        pool_shape: PoolShape,
+        pool_shapes: PoolShapes,
         sharding: TokenSharding,
         shapes: StepShapes,
         *,
@@ -83,8 +86,8 @@ class Runner:
         self._shapes = _step_shapes(shapes, table_widths)
         self._max_rows = max(shape.rows for shape in self._shapes)
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
-        self._pool = allocate_pool(pool_shape, mesh)
-        self._pool_shape = pool_shape
+        self._pools = allocate_pools(pool_shapes, mesh)
+        self._pool_shapes = pool_shapes
         self._previous = jax.device_put(np.zeros(self._max_rows, np.int32), self._replicated)
         self._previous_rows: dict[str, int] = {}
         self._rank_ids = jax.device_put(
@@ -103,8 +106,8 @@ class Runner:
             shape.rows: gather_logits(mesh, vocab_size, self._sampler.bucket(shape.rows))
             for shape in self._shapes
         }
-        self._tables = PageTables(max_num_seqs, max(table_widths), pool_shape.scratch_page)
-        self._mirror = PoolMirror(pool_shape, mesh) if mirrors_pool else None
+        self._tables = PageTables(max_num_seqs, max(table_widths), pool_shapes.scratch_page)
+        self._mirror = PoolMirror(pool_shapes.by_part[KV], mesh) if mirrors_pool else None
         self.audits: tuple[StepAudit, ...] = ()
 
     @property
@@ -112,8 +115,20 @@ class Runner:
         return self._mesh
 
     @property
-    def pool(self) -> Array:
-        return self._pool
+    def pools(self) -> Pools:
+        return self._pools
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pools on the device that has most of them."""
+        by_device: Counter[jax.Device] = Counter()
+        for shard in self._shards():
+            by_device[shard.device] += shard.data.nbytes
+        return max(by_device.values())
+
+    def _shards(self) -> list[Any]:
+        """Each device's share of each pool."""
+        return [shard for pool in self._pools.values() for shard in pool.addressable_shards]
 
     @property
     def memory(self) -> tuple[RankMemory, ...]:
@@ -121,7 +136,7 @@ class Runner:
         proves that it stays there, or in the host's copy."""
         if self._mirror is not None:
             return self._mirror.memory
-        shards = {shard.device: shard.data for shard in self._pool.addressable_shards}
+        shards = {shard.device: shard.data for shard in self._pools[KV].addressable_shards}
         return tuple(_memory(shards[device], device) for device in self._mesh.devices.flat)
 
     @property
@@ -139,17 +154,18 @@ class Runner:
     def copy_out(self, page_ids: Sequence[int]) -> None:
         """Let other engines find pages as they are now, where they read the host's copy."""
         if self._mirror is not None:
-            self._mirror.copy_out(self._pool, page_ids)
+            self._mirror.copy_out(self._pools[KV], page_ids)
 
     def copy_in(self, page_ids: Sequence[int]) -> None:
         """Take over pages that other engines have written, where they write the host's copy."""
         if self._mirror is not None:
-            self._pool = self._mirror.copy_in(self._pool, page_ids)
+            self._pools = {KV: self._mirror.copy_in(self._pools[KV], page_ids)}
 
     def close(self) -> None:
-        """Free the pool. Idempotent."""
-        if not self._pool.is_deleted():
-            self._pool.delete()
+        """Free the pools. Idempotent."""
+        for pool in self._pools.values():
+            if not pool.is_deleted():
+                pool.delete()
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape and every form of sampling, audit the steps and run them once.
@@ -184,19 +200,19 @@ class Runner:
             max_rows=self._max_rows,
         )
         packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32, sharding=self._replicated)
-        arguments = (self._model.parameters, self._pool, packed, self._previous, self._rank_ids)
+        arguments = (self._model.parameters, self._pools, packed, self._previous, self._rank_ids)
         return self.compile_step(step, arguments, str(shape))
 
     def compile_step(self, step: Callable, arguments: tuple, name: str) -> Callable:
-        """What runs a step: the function compiled for such arguments, the pool donated."""
+        """What runs a step: the function compiled for such arguments, the pools donated."""
         return jax.jit(step, donate_argnums=1).lower(*arguments).compile()
 
     def _audit(self, shape: StepShape) -> StepAudit:
-        share = self._pool.sharding.shard_shape(self._pool.shape)
-        return audit_step(self._steps[shape], str(shape), pool_shape=share)
+        shares = [pool.sharding.shard_shape(pool.shape) for pool in jax.tree.leaves(self._pools)]
+        return audit_step(self._steps[shape], str(shape), pool_shapes=shares)
 
     def _run_once(self, shape: StepShape) -> None:
-        """Run a step with nothing to do, on to sampled tokens; see that the pool stays in place.
+        """Run a step with nothing to do, on to sampled tokens; see that the pools stay in place.
 
         The first run of a program takes longer than the next ones.
         """
@@ -206,12 +222,12 @@ class Runner:
         self._previous = jax.block_until_ready(jax.device_put(sampled.ids, self._replicated))
         if (after := self._addresses()) != before:
             raise AuditError(
-                "a step moved the KV pool", step=str(shape), before=before, after=after
+                "a step moved the KV pools", step=str(shape), before=before, after=after
             )
 
     def _addresses(self) -> list[int]:
-        """Where the pool lies; nothing where the devices do not say it."""
-        shards = self._pool.addressable_shards if self._form.is_audited else ()
+        """Where the pools lie; nothing where the devices do not say it."""
+        shards = self._shards() if self._form.is_audited else ()
         return [shard.data.unsafe_buffer_pointer() for shard in shards]
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
@@ -232,9 +248,9 @@ class Runner:
         return Dispatched(plan, tokens, result.tokens)
 
     def _dispatch_forward(self, shape: StepShape, packed: np.ndarray) -> StepResult:
-        arguments = (self._model.parameters, self._pool, packed, self._previous, self._rank_ids)
+        arguments = (self._model.parameters, self._pools, packed, self._previous, self._rank_ids)
         result = StepResult(*self._steps[shape](*arguments))
-        self._pool = result.pool
+        self._pools = result.pools
         return result
 
     def _whole_logits(self, logits: Array) -> Array | np.ndarray:
@@ -261,7 +277,7 @@ class Runner:
         """The plan as one int32 array; unused rows have no tokens and only scratch pages."""
         packed = np.zeros(shape.packed_size, np.int32)
         views = shape.views(packed)
-        views["page_tables"][:] = self._pool_shape.scratch_page
+        views["page_tables"][:] = self._pool_shapes.scratch_page
         views["sources"][:] = FROM_HOST
         for row, segment in _rows(plan, shape):
             table = self._tables.of(segment.request)

@@ -1,4 +1,4 @@
-"""One compiled step: packed host integers in, pool and tokens out.
+"""One compiled step: packed host integers in, pools and tokens out.
 
 All that the host says about a step travels in one int32 array per call, because many small
 transfers to many devices cost more than they carry.
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Integer
 
 from dcpjax.attention.block import TokenSharding, make_block
-from dcpjax.cache.pool import POOL_SPEC
+from dcpjax.cache.pool import POOL_SPEC, Pools
 from dcpjax.layout import decode_dcp_rank
 from dcpjax.mesh import ALL_RANKS
 from dcpjax.models.weights import PlacedModel
@@ -72,13 +72,13 @@ class StepShape:
 
 
 STEP_OUTPUTS = (POOL_SPEC, PartitionSpec(), PartitionSpec(None, ALL_RANKS))
-"""How the members of a StepResult lie on the mesh."""
+"""How the members of a StepResult lie on the mesh; the first holds for every pool."""
 
 
 class StepResult(NamedTuple):
     """What a step leaves on the devices."""
 
-    pool: Array
+    pools: Pools
     tokens: Integer[Array, " max_rows"]  # the most likely next token of each row, replicated
     logits: Float[Array, "rows V"]  # split over the vocabulary, padding included
 
@@ -91,20 +91,20 @@ def make_step(
     *,
     vocab_size: int,
     max_rows: int,
-) -> Callable[..., tuple[Array, Array, Array]]:
-    """The step of one shape: (parameters, pool, packed, previous, rank ids) to a StepResult."""
+) -> Callable[..., tuple[Pools, Array, Array]]:
+    """The step of one shape: (parameters, pools, packed, previous, rank ids) to a StepResult."""
 
-    def on_rank(parameters, pool, packed, previous, rank_ids):
-        llama = model.merge(parameters)
+    def on_rank(parameters, pools, packed, previous, rank_ids):
+        decoder = model.merge(parameters)
         inputs = shape.views(packed)
         rank = rank_ids[0]
         blocks = _blocks(shape, inputs, decode_dcp_rank(rank, sharding.ranks), sharding)
         tokens = _token_ids(shape, inputs, previous)
-        hidden, pool = llama.hidden_states(tokens, blocks, pool, rank.astype(jnp.int32))
+        hidden, pools = decoder.hidden_states(tokens, blocks, pools, rank.astype(jnp.int32))
         last = jnp.take(hidden, _last_tokens(shape, inputs), axis=0, mode="clip")
-        logits = llama.logits(last)
+        logits = decoder.logits(last)
         best = _most_likely(logits, rank.astype(jnp.int32), vocab_size)
-        return pool, jnp.pad(best, (0, max_rows - shape.rows)), logits
+        return pools, jnp.pad(best, (0, max_rows - shape.rows)), logits
 
     whole = PartitionSpec()
     return jax.shard_map(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dcpjax.config import ModelConfig
+from dcpjax.config import LlamaConfig, ModelConfig
 from dcpjax.errors import CheckpointError
 from dcpjax.models import catalog, gguf, huggingface, safetensors_files
 from dcpjax.models.tensors import Shapes, StoredTensors, check_tensors
@@ -70,7 +70,7 @@ def open_checkpoint(
     _check_token_ids(config)
     if not weights:
         return Checkpoint(config, expected_tensors(config), _refuse_to_read, dtype, path)
-    stored = gguf.open_tensors(path, config) if is_gguf else _open_safetensors(path)
+    stored = _open_gguf(path, config) if is_gguf else _open_safetensors(path)
     check_tensors(stored.shapes, config)
     shapes = expected_tensors(config)
     return Checkpoint(config, shapes, _limited_to(stored, shapes), stored.dtype, path)
@@ -87,6 +87,11 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     for name in ("model.norm.weight", f"model.layers.{last}.self_attn.k_proj.weight"):
         digest.update(np.ascontiguousarray(checkpoint.read(name), np.float32).tobytes())
     return digest.hexdigest()
+
+
+def _open_gguf(path: Path, config: ModelConfig) -> StoredTensors:
+    assert isinstance(config, LlamaConfig), "GGUF files are of Llama's family"
+    return gguf.open_tensors(path, config)
 
 
 def _open_safetensors(path: Path) -> StoredTensors:

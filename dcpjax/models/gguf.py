@@ -1,4 +1,4 @@
-"""GGUF files: metadata to ModelConfig, stored tensors to Hugging Face's names, order and types.
+"""GGUF files: metadata to LlamaConfig, stored tensors to Hugging Face's names, order and types.
 
 Architectures llama, qwen2 and qwen3. Keys of the architecture that are not understood are refused,
 since they may change what the model computes; ``general.*`` describes the file and ``tokenizer.*``
@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from dcpjax.config import ModelConfig, RopeScaling, has_type
+from dcpjax.config import LlamaConfig, RopeScaling, has_type
 from dcpjax.errors import CheckpointError
 from dcpjax.gguf_file import GgufFile, GgufTensor, read_gguf, token_id
 from dcpjax.models.rope_factors import scaling_from_factors
@@ -77,7 +77,7 @@ _HARMLESS_SPACES = ("general.", "tokenizer.", "quantize.", "split.")
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def read_config(path: Path) -> tuple[ModelConfig, str]:
+def read_config(path: Path) -> tuple[LlamaConfig, str]:
     """The model's config, and the stored type of its matrices (quantised: "float32").
 
     Raises:
@@ -98,7 +98,7 @@ def read_config(path: Path) -> tuple[ModelConfig, str]:
     heads = _integer(keys, "attention.head_count")
     head_dim = _head_dim(keys, heads)
     theta = _number(keys, "rope.freq_base", 10000.0)
-    config = ModelConfig(
+    config = LlamaConfig(
         architecture=ARCHITECTURES[name],
         vocab_size=_vocab_size(file, keys),
         hidden_size=_integer(keys, "embedding_length"),
@@ -120,7 +120,7 @@ def read_config(path: Path) -> tuple[ModelConfig, str]:
     return config, _stored_dtype(file)
 
 
-def open_tensors(path: Path, config: ModelConfig) -> StoredTensors:
+def open_tensors(path: Path, config: LlamaConfig) -> StoredTensors:
     """The tensors of the file under Hugging Face's names; those not known keep their own.
 
     Raises:
@@ -246,7 +246,7 @@ def _hugging_face_name(name: str) -> str:
     return _GLOBAL_NAMES.get(name, name)
 
 
-def _interleaved_heads(config: ModelConfig) -> Mapping[str, int]:
+def _interleaved_heads(config: LlamaConfig) -> Mapping[str, int]:
     """Matrices whose rows a "llama" file stores in another order, and their number of heads."""
     if config.architecture != ARCHITECTURES["llama"]:
         return {}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcpjax.config import ModelConfig, RopeScaling, has_type
+from dcpjax.config import LlamaConfig, ModelConfig, RopeScaling, has_type
 from dcpjax.errors import CheckpointError
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -80,7 +80,7 @@ def read_config(source: Path) -> tuple[ModelConfig, str]:
     hidden = _integer(values, "hidden_size")
     # Where it is left out, Llama has a key head per query head and Qwen a fixed number.
     kv_default = heads if architecture == "LlamaForCausalLM" else None
-    config = ModelConfig(
+    config = LlamaConfig(
         architecture=architecture,
         vocab_size=_integer(values, "vocab_size"),
         hidden_size=hidden,

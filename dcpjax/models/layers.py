@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Integer
 
-from dcpjax.config import ModelConfig, RopeScaling
+from dcpjax.config import LlamaConfig, RopeScaling
 from dcpjax.form import StepForm
 from dcpjax.mesh import ALL_RANKS
 
@@ -112,7 +112,7 @@ class MLP(nnx.Module):
         return sum_ranks(matmul(inner, self.down[...]), scattered=self.form.scattered_sums)
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[float, ...]:
+def rope_frequencies(config: LlamaConfig) -> tuple[float, ...]:
     """Angle per position of each column pair: ``theta ** (−2i / head_dim)``, scaled."""
     half = config.head_dim // 2
     plain = [config.rope_theta ** (-i / half) for i in range(half)]

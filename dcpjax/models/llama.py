@@ -18,9 +18,11 @@ from jaxtyping import Float, Integer, Shaped
 from dcpjax.attention.block import Block, split_blocks
 from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
-from dcpjax.config import ModelConfig
-from dcpjax.form import DYNAMIC, StepForm, repeat
-from dcpjax.mesh import TP, HeadLayout, padded
+from dcpjax.cache.parts import KV
+from dcpjax.cache.pool import Pools
+from dcpjax.config import LlamaConfig
+from dcpjax.form import repeat
+from dcpjax.mesh import TP, padded
 from dcpjax.models.layers import (
     MLP,
     Angles,
@@ -33,35 +35,7 @@ from dcpjax.models.layers import (
     rotate,
     sum_ranks,
 )
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How a model is spread over the mesh, and how its ranks work and exchange results."""
-
-    heads: HeadLayout
-    comm_backend: str = "ag_rs"
-    prefill_gather: str = "none"
-    form: StepForm = DYNAMIC
-
-    @property
-    def ranks(self) -> int:
-        return self.heads.groups * self.heads.dcp
-
-    @property
-    def q_axis(self) -> str:
-        """Logical axis of query heads; gathered queries need the group's weights on each rank."""
-        return "q_heads" if self.prefill_gather == "none" else "group_q_heads"
-
-    @property
-    def q_shares(self) -> int:
-        """Shares that the query heads are cut into."""
-        return self.ranks if self.q_axis == "q_heads" else self.heads.groups
-
-    @property
-    def share_q_heads(self) -> int:
-        """Query heads of one share, zeros included."""
-        return self.heads.groups * self.heads.group_heads // self.q_shares
+from dcpjax.models.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -86,7 +60,7 @@ class Attention(nnx.Module):
     group's value heads. Key and value heads are there once for every share that needs them.
     """
 
-    def __init__(self, config: ModelConfig, sharding: Sharding, dtype: DTypeLike) -> None:
+    def __init__(self, config: LlamaConfig, sharding: Sharding, dtype: DTypeLike) -> None:
         heads, width = sharding.heads, config.hidden_size
         q_axes = (sharding.q_axis, "head_dim")
         num_q = sharding.q_shares * sharding.share_q_heads
@@ -219,7 +193,7 @@ class Attention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: ModelConfig, sharding: Sharding, dtype: DTypeLike) -> None:
+    def __init__(self, config: LlamaConfig, sharding: Sharding, dtype: DTypeLike) -> None:
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.attention = Attention(config, sharding, dtype)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -270,7 +244,7 @@ class Llama(nnx.Module):
     The layers are modules of their own, or one with all their parameters stacked, by the form.
     """
 
-    def __init__(self, config: ModelConfig, sharding: Sharding, dtype: DTypeLike) -> None:
+    def __init__(self, config: LlamaConfig, sharding: Sharding, dtype: DTypeLike) -> None:
         vocab = padded(config.vocab_size, sharding.ranks)
         self.embedding = Embedding(vocab, config.hidden_size, dtype, sharding.form)
         self.form, self.num_layers = sharding.form, config.num_layers
@@ -290,9 +264,9 @@ class Llama(nnx.Module):
         self,
         tokens: Integer[Array, " T"],
         blocks: tuple[Block, ...],
-        pool: Shaped[Array, "pages L k P W"],
+        pools: Pools,
         rank: Integer[Array, ""],
-    ) -> tuple[Float[Array, "T E"], Shaped[Array, "pages L k P W"]]:
+    ) -> tuple[Float[Array, "T E"], Pools]:
         """Run all layers over the tokens of all blocks; their keys and values go into the pool."""
         x = self.embedding(tokens, rank)
         angles = rope_angles(
@@ -304,7 +278,8 @@ class Llama(nnx.Module):
             number = jnp.asarray(index, jnp.int32)
             return _run_layer(self._layer(index), states, angles, blocks, pages, number)
 
-        return repeat(self.form, self.num_layers, run, (x, pool))
+        states, pool = repeat(self.form, self.num_layers, run, (x, pools[KV]))
+        return states, {KV: pool}
 
     def _layer(self, index: Any) -> DecoderLayer:
         return _unstack(self.stack, index) if self.form.stacked_weights else self.layers[index]

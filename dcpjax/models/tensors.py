@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcpjax.config import ModelConfig
+from dcpjax.config import LlamaConfig, ModelConfig
 from dcpjax.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -36,6 +36,7 @@ class StoredTensors:
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the model, in the order of computation."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    assert isinstance(config, LlamaConfig)
     layer = _layer_tensors(config)
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
@@ -45,7 +46,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _layer_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     hidden, wide = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim

@@ -1,8 +1,7 @@
-"""Checkpoint tensors to placed parameters: which tensor fills which, in which order of heads."""
+"""Checkpoints to placed parameters: every tensor read once, each rank's share on its device."""
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,120 +13,15 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from dcpjax.config import ModelConfig, Progress
+from dcpjax.config import LlamaConfig, ModelConfig, Progress
 from dcpjax.mesh import partition
 from dcpjax.models.checkpoint import Checkpoint
-from dcpjax.models.llama import Llama, Sharding
+from dcpjax.models.llama import Llama
+from dcpjax.models.llama_weights import llama_source
+from dcpjax.models.sharding import Sharding
+from dcpjax.models.sources import Source
 
-Arrange = Callable[[Sequence[np.ndarray], ModelConfig, Sharding], np.ndarray]
-
-
-def _as_stored(tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding) -> np.ndarray:
-    (tensor,) = tensors
-    return tensor
-
-
-def _transposed(tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding) -> np.ndarray:
-    (tensor,) = tensors
-    return tensor.T
-
-
-def _side_by_side(
-    tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding
-) -> np.ndarray:
-    """Several [N, E] to [E, several, N]."""
-    return np.stack(tensors).transpose(2, 0, 1)
-
-
-def _take_heads(by_head: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """Heads [heads, ...] in the order of ``source``, zeros where it is negative."""
-    zero = np.zeros_like(by_head[:1])
-    return np.concatenate([by_head, zero])[np.where(source < 0, len(by_head), source)]
-
-
-def qkv_head_source(layout: Sharding) -> np.ndarray:
-    """For each placed head of the joint projection: which of all heads [q | k | v], −1 for zeros.
-
-    Share after share: its query heads, its group's key heads, its group's value heads.
-    """
-    heads = layout.heads
-    queries = heads.q_head_source.reshape(layout.q_shares, layout.share_q_heads)
-    by_group = heads.kv_head_source.reshape(heads.groups, heads.group_kv_heads)
-    kv_heads = np.repeat(by_group, layout.q_shares // heads.groups, axis=0)
-    keys = heads.num_heads + kv_heads
-    return np.concatenate([queries, keys, keys + heads.num_kv_heads], axis=1).reshape(-1)
-
-
-def _projections(
-    tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding
-) -> np.ndarray:
-    """Queries, keys, values [heads · D, E] to [E, placed heads, D]; biases to [placed heads, D]."""
-    joint = np.concatenate(tensors)
-    by_head = joint.reshape(-1, config.head_dim, *joint.shape[1:])
-    placed = _take_heads(by_head, qkv_head_source(layout))
-    return placed if joint.ndim == 1 else placed.transpose(2, 0, 1)
-
-
-def _output_heads(
-    tensors: Sequence[np.ndarray], config: ModelConfig, layout: Sharding
-) -> np.ndarray:
-    """[E, H · D] to [placed heads, D, E]."""
-    (tensor,) = tensors
-    by_head = tensor.T.reshape(config.num_heads, config.head_dim, -1)
-    return _take_heads(by_head, layout.heads.q_head_source)
-
-
-_TOP: dict[tuple[str, ...], tuple[tuple[str, ...], Arrange]] = {
-    ("embedding", "weight"): (("model.embed_tokens.weight",), _as_stored),
-    ("norm", "weight"): (("model.norm.weight",), _as_stored),
-    ("head", "weight"): (("lm_head.weight",), _as_stored),
-}
-_LAYER: dict[tuple[str, ...], tuple[tuple[str, ...], Arrange]] = {
-    ("attention_norm", "weight"): (("input_layernorm.weight",), _as_stored),
-    ("attention", "qkv"): (
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        _projections,
-    ),
-    ("attention", "qkv_bias"): (
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-        _projections,
-    ),
-    ("attention", "q_norm", "weight"): (("self_attn.q_norm.weight",), _as_stored),
-    ("attention", "k_norm", "weight"): (("self_attn.k_norm.weight",), _as_stored),
-    ("attention", "o"): (("self_attn.o_proj.weight",), _output_heads),
-    ("mlp_norm", "weight"): (("post_attention_layernorm.weight",), _as_stored),
-    ("mlp", "gate_up"): (("mlp.gate_proj.weight", "mlp.up_proj.weight"), _side_by_side),
-    ("mlp", "down"): (("mlp.down_proj.weight",), _transposed),
-}
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What fills a parameter: the tensors of the model or of one layer, or of each layer."""
-
-    names: tuple[tuple[str, ...], ...]
-    arrange: Arrange
-    is_stacked: bool = False
-
-    def read(self, checkpoint: Checkpoint, layout: Sharding) -> np.ndarray:
-        """The parameter without padding."""
-        arranged = [
-            self.arrange([checkpoint.read(name) for name in names], checkpoint.config, layout)
-            for names in self.names
-        ]
-        return np.stack(arranged) if self.is_stacked else arranged[0]
-
-
-def _source(path: tuple[Any, ...], num_layers: int) -> _Source:
-    """What fills the parameter at ``path``."""
-    if path[0] not in ("layers", "stack"):
-        names, arrange = _TOP[path]
-        return _Source((names,), arrange)
-    is_stacked = path[0] == "stack"
-    layers = range(num_layers) if is_stacked else (path[1],)
-    names, arrange = _LAYER[path[1:] if is_stacked else path[2:]]
-    by_layer = (tuple(f"model.layers.{layer}.{name}" for name in names) for layer in layers)
-    return _Source(tuple(by_layer), arrange, is_stacked)
+Decoder = Llama
 
 
 @dataclass(frozen=True)
@@ -137,7 +31,7 @@ class PlacedModel:
     ``parameters`` are arrays, or ``jax.ShapeDtypeStruct``s of an outline.
     """
 
-    graph: nnx.GraphDef[Llama]
+    graph: nnx.GraphDef[Decoder]
     tree: jax.tree_util.PyTreeDef
     parameters: tuple[Any, ...]
     partitions: tuple[PartitionSpec, ...]
@@ -148,7 +42,7 @@ class PlacedModel:
         state = jax.tree.unflatten(self.tree, self.parameters)
         return [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
 
-    def merge(self, parameters: tuple[Array, ...]) -> Llama:
+    def merge(self, parameters: tuple[Array, ...]) -> Decoder:
         """The module over these parameters, for example one rank's shares inside ``shard_map``."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, parameters))
 
@@ -168,7 +62,7 @@ def place_model(
 
     def place(entry: tuple[tuple[Any, ...], Any]) -> Array:
         path, parameter = entry
-        tensor = _source(path, checkpoint.config.num_layers).read(checkpoint, layout)
+        tensor = _source(path, checkpoint.config, layout).read(checkpoint)
         tensor = _pad(tensor, parameter.shape)
         target = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
         return jax.device_put(np.ascontiguousarray(tensor, dtype=dtype), target)
@@ -198,14 +92,26 @@ def outline_model(
 
 def _outline(
     config: ModelConfig, layout: Sharding, dtype: DTypeLike
-) -> tuple[nnx.GraphDef[Llama], list[tuple[tuple[Any, ...], Any]]]:
+) -> tuple[nnx.GraphDef[Decoder], list[tuple[tuple[Any, ...], Any]]]:
     """The model's structure, and its parameters' paths and shapes."""
-    model = nnx.eval_shape(lambda: Llama(config, layout, dtype))
+    model = nnx.eval_shape(lambda: _decoder(config, layout, dtype))
     graph, state = nnx.split(model)
     return graph, list(nnx.to_flat_state(state))
 
 
-def _placed(graph: nnx.GraphDef[Llama], filled: list[tuple[tuple[Any, ...], Any]]) -> PlacedModel:
+def _decoder(config: ModelConfig, layout: Sharding, dtype: DTypeLike) -> Decoder:
+    """The model that a config describes, with zeros for parameters."""
+    assert isinstance(config, LlamaConfig)
+    return Llama(config, layout, dtype)
+
+
+def _source(path: tuple[Any, ...], config: ModelConfig, layout: Sharding) -> Source:
+    """What fills the parameter at ``path``."""
+    assert isinstance(config, LlamaConfig)
+    return llama_source(path, config, layout)
+
+
+def _placed(graph: nnx.GraphDef[Decoder], filled: list[tuple[tuple[Any, ...], Any]]) -> PlacedModel:
     leaves, tree = jax.tree.flatten(nnx.from_flat_state(filled))
     return PlacedModel(graph, tree, tuple(leaves), tuple(leaf.sharding.spec for leaf in leaves))
 

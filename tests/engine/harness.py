@@ -10,12 +10,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dcpjax.attention.block import TokenSharding
+from dcpjax.cache.parts import KV
 from dcpjax.cache.pool import POOL_AXES, PoolShape
 from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, make_step
 from dcpjax.form import FORMS
 from dcpjax.mesh import ALL_RANKS, HeadLayout, decode_mesh, sharding
 from dcpjax.models.checkpoint import Checkpoint
-from dcpjax.models.llama import Sharding
+from dcpjax.models.sharding import Sharding
 from dcpjax.models.weights import place_model
 
 
@@ -108,7 +109,7 @@ class StepHarness:
         packed = jax.ShapeDtypeStruct((self.shape.packed_size,), jnp.int32, sharding=self._whole)
         jitted = jax.jit(step, donate_argnums=1 if donate else ())
         return jitted.lower(
-            self.model.parameters, self.pool, packed, self._previous, self._rank_ids
+            self.model.parameters, {KV: self.pool}, packed, self._previous, self._rank_ids
         ).compile()
 
     def _pool_of_nan(self, dcp: int) -> jax.Array:
@@ -126,9 +127,9 @@ class StepHarness:
     ) -> tuple[np.ndarray, np.ndarray]:
         """As ``run``, and the tokens that the step itself chose."""
         packed = self._pack(decode, prefill)
-        arguments = (self.model.parameters, self.pool, packed, self._previous, self._rank_ids)
+        arguments = (self.model.parameters, {KV: self.pool}, packed, self._previous, self._rank_ids)
         result = StepResult(*self.compiled(*arguments))
-        self.pool = result.pool
+        self.pool = result.pools[KV]
         rows = [
             *range(len(decode)),
             *range(self.shape.decode_rows, self.shape.decode_rows + len(prefill)),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dcpjax.cache.parts import KV
 from dcpjax.engine.audit import StepAudit, audit_step, check_aliased
 from dcpjax.engine.step import StepResult, StepShape
 from dcpjax.errors import AuditError
@@ -36,7 +37,7 @@ def harness_of(tiny, mesh: str, shape: str, kv_dtype: str, num_pages: int = NUM_
 
 def audited(harness: StepHarness, compiled: Any) -> StepAudit:
     share = harness.pool.addressable_shards[0].data
-    return audit_step(compiled, "step", pool_shape=share.shape)
+    return audit_step(compiled, "step", pool_shapes=[share.shape])
 
 
 # Batch 1 and above, one rank and several, both ways to store values; not every one with every one.
@@ -77,9 +78,9 @@ def test_the_pool_stays_where_it_was(tiny):
 def changed(harness: StepHarness, change: Any) -> Any:
     """The harness's step with a pool that went through ``change``."""
 
-    def step(parameters, pool, *rest):
-        pool, *others = harness.step(parameters, pool, *rest)
-        return change(pool), *others
+    def step(parameters, pools, *rest):
+        pools, *others = harness.step(parameters, pools, *rest)
+        return {KV: change(pools[KV])}, *others
 
     return step
 
@@ -87,9 +88,9 @@ def changed(harness: StepHarness, change: Any) -> Any:
 def test_an_old_pool_read_after_the_write_is_a_copy(tiny):
     harness = harness_of(tiny, "1x1", "one row", "float32")
 
-    def step(parameters, pool, *rest):
-        written, tokens, logits = harness.step(parameters, pool, *rest)
-        return written, tokens, logits + pool[0, 0, 0, 0, 0]
+    def step(parameters, pools, *rest):
+        written, tokens, logits = harness.step(parameters, pools, *rest)
+        return written, tokens, logits + pools[KV][0, 0, 0, 0, 0]
 
     with pytest.raises(AuditError, match="copies of the KV pool"):
         audited(harness, harness.compile(step))
@@ -126,11 +127,11 @@ def test_a_leading_axis_of_one_is_found_where_it_copies(leading):
     compiled = step.lower(pool, jnp.zeros(1, jnp.int32)).compile()
     share = pool.nbytes
     if compiled.memory_analysis().temp_size_in_bytes < share:
-        audit_step(compiled, "step", pool_shape=pool.shape)
+        audit_step(compiled, "step", pool_shapes=[pool.shape])
     else:
         assert leading
         with pytest.raises(AuditError):
-            audit_step(compiled, "step", pool_shape=shape)
+            audit_step(compiled, "step", pool_shapes=[shape])
 
 
 @pytest.mark.skipif(
@@ -144,12 +145,12 @@ def test_a_pool_of_native_bfloat16_is_found():
 
     compiled = jax.jit(write, donate_argnums=0).lower(pool, jnp.zeros(1, jnp.int32)).compile()
     with pytest.raises(AuditError, match="copies of the KV pool"):
-        audit_step(compiled, "step", pool_shape=pool.shape)
+        audit_step(compiled, "step", pool_shapes=[pool.shape])
 
 
-def test_the_pool_is_the_first_result_of_a_step():
-    """The audit's default output."""
-    assert StepResult._fields[0] == "pool"
+def test_the_pools_are_the_first_result_of_a_step():
+    """Where the audit looks for them."""
+    assert StepResult._fields[0] == "pools"
 
 
 # The reader of compiled programs, on small ones written by hand
@@ -176,7 +177,7 @@ class Program:
 
 
 def audit_text(body: str) -> StepAudit:
-    return audit_step(Program(body), "by hand", pool_shape=(9, 2))
+    return audit_step(Program(body), "by hand", pool_shapes=[(9, 2)])
 
 
 IN_PLACE = """

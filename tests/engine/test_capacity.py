@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dcpjax.cache.pool import PoolShape, allocate_pool
+from dcpjax.cache.parts import KV
+from dcpjax.cache.pool import PoolShape, PoolShapes, allocate_pool
 from dcpjax.config import EngineConfig
 from dcpjax.engine import capacity
 from dcpjax.engine.capacity import choose_num_pages
@@ -18,6 +19,7 @@ from tests.golden.tiny import random_tokens
 SHAPE = PoolShape(
     num_pages=1, num_layers=3, num_heads=4, page_size=16, width=16, dtype=jnp.dtype(jnp.float32)
 )
+SHAPES = PoolShapes({KV: SHAPE})
 PAGE_BYTES = 3 * 4 * 16 * 16 * 4
 
 
@@ -31,7 +33,7 @@ def mesh_of(config: EngineConfig):
 
 
 def chosen(config: EngineConfig, max_model_len: int = 1000) -> int:
-    return choose_num_pages(SHAPE, config, max_model_len, mesh_of(config)).num_pages
+    return choose_num_pages(SHAPES, config, max_model_len, mesh_of(config)).num_pages
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def test_sizes_are_those_of_the_arrays(tp, dcp, dtype):
 def bytes_per_token_and_rank(tiny, **settings) -> float:
     """From the arrays of a running engine; the scratch page is not counted."""
     engine = engine_of(tiny, **settings, num_pages=12, max_num_seqs=1)
-    stats, shards = engine.stats(), engine.runner.pool.addressable_shards
+    stats, shards = engine.stats(), engine.runner.pools[KV].addressable_shards
     assert stats["kv_bytes_per_rank"] == max(shard.data.nbytes for shard in shards)
     assert len({shard.data.shape for shard in shards}) == 1
     engine.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dcpjax.cache.parts import KV
 from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import decode_buckets, prefill_buckets
 from dcpjax.engine.engine import Engine
@@ -159,7 +160,7 @@ def test_aborts_at_any_moment_change_nothing_for_the_others(seed, crowded, alone
 
 def test_the_pool_is_what_the_placement_says(engine):
     """Every rank's share of the array has the layers and heads of its share of the placement."""
-    placement, pool = engine.placement, engine.runner.pool
+    placement, pool = engine.placement, engine.runner.pools[KV]
     shares = {shard.data.shape[1:4] for shard in pool.addressable_shards}
     assert len(pool.addressable_shards) == placement.num_ranks
     assert shares == {(s.num_layers, s.num_heads, placement.page_size) for s in placement.shares}
@@ -295,7 +296,7 @@ def test_closing_with_a_step_in_flight(tiny):
     engine.add(request_of("a", [1, 2, 3], max_tokens=4))
     engine.step()
     engine.close()
-    assert engine.runner.pool.is_deleted()
+    assert engine.runner.pools[KV].is_deleted()
 
 
 def test_draining_reads_what_is_in_flight(engine):

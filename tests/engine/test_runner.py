@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from dcpjax.cache.parts import KV
 from dcpjax.config import EngineConfig
 from dcpjax.engine.audit import StepAudit
 from dcpjax.engine.compilations import COMPILATIONS
@@ -46,7 +47,7 @@ def test_every_shape_is_compiled_and_audited(engine):
     assert engine.runner.shape_names == names
     assert [audit.step for audit in engine.runner.audits] == names
     assert all(isinstance(audit, StepAudit) for audit in engine.runner.audits)
-    share = engine.runner.pool.addressable_shards[0].data.nbytes
+    share = engine.runner.pools[KV].addressable_shards[0].data.nbytes
     assert {audit.aliased_bytes for audit in engine.runner.audits} == {share}
     assert all(audit.temporary_bytes < 8 << 20 for audit in engine.runner.audits)
 
@@ -62,13 +63,13 @@ def test_progress_is_told_of_every_tensor_and_shape(engine, progress):
 
 
 def test_the_pool_stays_in_place_while_serving(engine):
-    before = addresses(engine.runner.pool)
+    before = addresses(engine.runner.pools[KV])
     requests = [
         request_of(str(n), random_tokens(str(n), 10 * n + 1), max_tokens=9, logprobs=n % 2 or None)
         for n in range(6)
     ]
     serve(engine, requests)
-    assert addresses(engine.runner.pool) == before
+    assert addresses(engine.runner.pools[KV]) == before
 
 
 def test_a_compilation_after_warm_up_is_counted(engine):

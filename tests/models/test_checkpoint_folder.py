@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dcpjax.config import ModelConfig
+from dcpjax.config import LlamaConfig
 from dcpjax.errors import CheckpointError
 from dcpjax.models.checkpoint import expected_tensors, open_checkpoint
 
-CONFIG = ModelConfig(
+CONFIG = LlamaConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=10,
     hidden_size=8,

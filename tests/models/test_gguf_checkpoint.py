@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from dcpjax.config import ModelConfig, RopeScaling
+from dcpjax.config import LlamaConfig, RopeScaling
 from dcpjax.errors import CheckpointError
 from dcpjax.models.checkpoint import expected_tensors, open_checkpoint
 from dcpjax.models.gguf import read_config
@@ -22,9 +22,9 @@ SHAPE = {
     "head_dim": 64,
     "max_position_embeddings": 128,
 }
-LLAMA = ModelConfig("LlamaForCausalLM", **SHAPE, tie_word_embeddings=True)
-QWEN2 = ModelConfig("Qwen2ForCausalLM", **SHAPE, has_qkv_bias=True)
-QWEN3 = ModelConfig("Qwen3ForCausalLM", **SHAPE, has_qk_norm=True)
+LLAMA = LlamaConfig("LlamaForCausalLM", **SHAPE, tie_word_embeddings=True)
+QWEN2 = LlamaConfig("Qwen2ForCausalLM", **SHAPE, has_qkv_bias=True)
+QWEN3 = LlamaConfig("Qwen3ForCausalLM", **SHAPE, has_qk_norm=True)
 ARCHITECTURE = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from dcpjax.config import ModelConfig, RopeScaling
+from dcpjax.config import LlamaConfig, RopeScaling
 from dcpjax.errors import CheckpointError, ConfigError
 from dcpjax.models.huggingface import read_config
 
@@ -47,7 +47,7 @@ def read(tmp_path):
 def test_llama(read):
     config, dtype = read(LLAMA)
     assert dtype == "bfloat16"
-    assert config == ModelConfig(
+    assert config == LlamaConfig(
         architecture="LlamaForCausalLM",
         vocab_size=32,
         hidden_size=16,

@@ -9,7 +9,7 @@ import pytest
 
 from dcpjax.mesh import HeadLayout, decode_mesh
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
-from dcpjax.models.llama import Sharding
+from dcpjax.models.sharding import Sharding
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
 from tests.golden.tiny import write_tiny_model
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
+from dcpjax.cache.parts import KV
 from dcpjax.config import EngineConfig
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.params import SamplingParams
@@ -130,7 +131,7 @@ def test_an_engine_of_bytes_gives_the_tokens_of_the_dynamic_form(tiny_folder):
     for engine_type, form in ((Engine, plain), (Engine, "static"), (HloEngine, "static")):
         config = EngineConfig(str(tiny_folder), **SETTINGS, step_form=form)
         engine = engine_type(config, checkpoint)
-        found.append((served(engine, prompts, 12), bits(engine.runner.pool)))
+        found.append((served(engine, prompts, 12), bits(engine.runner.pools[KV])))
         assert engine.stats()["compilations_after_warmup"] == 0
         engine.close()
     assert found[0][0] == found[1][0] == found[2][0]

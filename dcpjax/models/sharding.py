@@ -1,0 +1,35 @@
+"""How a model is spread over the mesh."""
+
+from dataclasses import dataclass
+
+from dcpjax.form import DYNAMIC, StepForm
+from dcpjax.mesh import HeadLayout
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is spread over the mesh, and how its ranks work and exchange results."""
+
+    heads: HeadLayout
+    comm_backend: str = "ag_rs"
+    prefill_gather: str = "none"
+    form: StepForm = DYNAMIC
+
+    @property
+    def ranks(self) -> int:
+        return self.heads.groups * self.heads.dcp
+
+    @property
+    def q_axis(self) -> str:
+        """Logical axis of query heads; gathered queries need the group's weights on each rank."""
+        return "q_heads" if self.prefill_gather == "none" else "group_q_heads"
+
+    @property
+    def q_shares(self) -> int:
+        """Shares that the query heads are cut into."""
+        return self.ranks if self.q_axis == "q_heads" else self.heads.groups
+
+    @property
+    def share_q_heads(self) -> int:
+        """Query heads of one share, zeros included."""
+        return self.heads.groups * self.heads.group_heads // self.q_shares
