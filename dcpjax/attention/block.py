@@ -12,7 +12,7 @@ from itertools import accumulate
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Integer, Shaped
+from jaxtyping import Bool, Integer, Shaped
 
 from dcpjax.layout import window_rows, write_slots
 
@@ -65,6 +65,24 @@ class Block:
     @property
     def own_positions(self) -> Integer[Array, "B S"]:
         return self.prior_lengths[:, None] + self.own
+
+    @property
+    def is_real(self) -> Bool[Array, " T"]:
+        """Of each token whether it is one, and not padding."""
+        offsets = jnp.arange(self.width, dtype=self.num_tokens.dtype)
+        return (offsets[None, :] < self.num_tokens[:, None]).reshape(-1)
+
+    def whole(self) -> "Block":
+        """The same segments where every rank keeps all tokens: a page has those of all ranks."""
+        sharding = TokenSharding(
+            ranks=1,
+            interleave=1,
+            page_size=self.sharding.ranks * self.sharding.page_size,
+            scratch_page=self.sharding.scratch_page,
+        )
+        rank = jnp.zeros_like(self.rank)
+        segments = (self.page_tables, self.prior_lengths, self.num_tokens)
+        return make_block(self.width, *segments, rank, sharding)
 
     def take_own(self, tokens: Array) -> Array:
         """Of values per token [B · width, ...] those of ``own``: [B, S, ...]."""

@@ -19,7 +19,7 @@ from dcpjax.attention.segment import (
     segments_attention,
     static_segments_attention,
 )
-from dcpjax.cache.pool import write_tokens
+from dcpjax.cache.rows import write_rows
 from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import DCP
 
@@ -47,18 +47,24 @@ def decode_attention(
     if block.sharding.ranks > 1 and not heads_gathered:
         q = lax.all_gather(q, DCP, axis=1, tiled=True)
     out, lse = attend_block(q, own_k, own_v, pool, layer, block, scale=scale, form=form)
-    if block.sharding.ranks > 1:
-        out = MERGES[comm_backend](out, lse, DCP, scatter=1)
-    return out
+    return merge_heads(out, lse, block, comm_backend)
 
 
-def write_block(pool: Array, layer: int | Array, block: Block, own_k: Array, own_v: Array) -> Array:
-    """The pool with the block's own keys and values [B, S, k, ·] of one layer."""
+def merge_heads(
+    out: Float[Array, "T H Dv"], lse: Float[Array, "T H"], block: Block, comm_backend: str
+) -> Float[Array, "T h Dv"]:
+    """Partial results of the group's heads, merged over the DCP ranks: each gets its share."""
+    if block.sharding.ranks == 1:
+        return out
+    return MERGES[comm_backend](out, lse, DCP, scatter=1)
+
+
+def write_block(
+    pool: Array, layer: int | Array, block: Block, own: Shaped[Array, "B S k W"]
+) -> Array:
+    """The pool with the rows of the block's own tokens in one layer."""
     pages, offsets = block.write_slots()
-    flat = (pages.shape[0], *own_k.shape[2:])
-    return write_tokens(
-        pool, layer, pages, offsets, own_k.reshape(flat), own_v.reshape(*flat[:-1], own_v.shape[-1])
-    )
+    return write_rows(pool, layer, pages, offsets, own.reshape(pages.shape[0], *own.shape[2:]))
 
 
 def attend_block(

@@ -19,7 +19,7 @@ class YarnScaling:
     original_max_position: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    mscale: float = 1.0
+    mscale: float = 0.0
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:

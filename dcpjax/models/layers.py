@@ -9,12 +9,8 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Integer
 
-from dcpjax.config import LlamaConfig, RopeScaling
 from dcpjax.form import StepForm
 from dcpjax.mesh import ALL_RANKS
-
-Angles = tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]
-"""Cosine and sine of each token's rotary angles, float32."""
 
 
 def parameter(
@@ -65,6 +61,21 @@ class RMSNorm(nnx.Module):
         return (wide * scale).astype(x.dtype) * weight
 
 
+class LayerNorm(nnx.Module):
+    """``(x − mean) / sqrt(variance + eps) · weight + bias`` over the last axis, in float32."""
+
+    def __init__(self, width: int, eps: float, dtype: DTypeLike) -> None:
+        self.weight = parameter((width,), (None,), dtype)
+        self.bias = parameter((width,), (None,), dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        scale = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        return (centred * scale).astype(x.dtype) * self.weight[...][None] + self.bias[...][None]
+
+
 class Embedding(nnx.Module):
     """Token embedding split over the vocabulary; also the output head where the two are tied."""
 
@@ -110,37 +121,3 @@ class MLP(nnx.Module):
         gate_up = matmul(x, self.gate_up[...])
         inner = nnx.silu(gate_up[:, 0]) * gate_up[:, 1]
         return sum_ranks(matmul(inner, self.down[...]), scattered=self.form.scattered_sums)
-
-
-def rope_frequencies(config: LlamaConfig) -> tuple[float, ...]:
-    """Angle per position of each column pair: ``theta ** (−2i / head_dim)``, scaled."""
-    half = config.head_dim // 2
-    plain = [config.rope_theta ** (-i / half) for i in range(half)]
-    if config.rope_scaling is None:
-        return tuple(plain)
-    return tuple(_scale_frequency(value, config.rope_scaling) for value in plain)
-
-
-def _scale_frequency(frequency: float, scaling: RopeScaling) -> float:
-    """Linear: all slowed by the factor. Llama 3: only the long waves, with a ramp between."""
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    waves = scaling.original_max_position * frequency / (2 * math.pi)  # in the original context
-    ramp = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = min(max(ramp, 0.0), 1.0)
-    return frequency * (keep + (1 - keep) / scaling.factor)
-
-
-def rope_angles(positions: Integer[Array, " T"], frequencies: Sequence[float]) -> Angles:
-    """Cosine and sine of each position's angles, float32."""
-    rates = jnp.asarray(frequencies, jnp.float32)
-    angles = positions.astype(jnp.float32)[:, None] * rates[None, :]
-    return jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
-
-
-def rotate(x: Float[Array, "T h D"], angles: Sequence[Array]) -> Float[Array, "T h D"]:
-    """Rotary embedding on column pairs (i, i + D/2)."""
-    cos, sin = angles
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)

@@ -23,18 +23,8 @@ from dcpjax.cache.pool import Pools
 from dcpjax.config import LlamaConfig
 from dcpjax.form import repeat
 from dcpjax.mesh import TP, padded
-from dcpjax.models.layers import (
-    MLP,
-    Angles,
-    Embedding,
-    RMSNorm,
-    matmul,
-    parameter,
-    rope_angles,
-    rope_frequencies,
-    rotate,
-    sum_ranks,
-)
+from dcpjax.models.layers import MLP, Embedding, RMSNorm, matmul, parameter, sum_ranks
+from dcpjax.models.rope import Angles, rope_angles, rope_frequencies, rotate
 from dcpjax.models.sharding import Sharding
 
 
@@ -92,7 +82,7 @@ class Attention(nnx.Module):
         parts = self._project_blocks(x, angles, blocks)
         for part in parts:
             for block, (own_k, own_v) in zip(part.blocks, part.own, strict=True):
-                pool = write_block(pool, layer, block, own_k, own_v)
+                pool = write_block(pool, layer, block, jnp.concatenate([own_k, own_v], axis=-1))
         return jnp.concatenate([self._attend(part, pool, layer) for part in parts]), pool
 
     def _project_blocks(self, x: Array, angles: Angles, blocks: tuple[Block, ...]) -> list[_Part]:

@@ -8,12 +8,16 @@ from dcpjax.mesh import HeadLayout
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is spread over the mesh, and how its ranks work and exchange results."""
+    """How a model is spread over the mesh, and how its ranks work and exchange results.
+
+    ``has_whole_index``: every DCP rank keeps the indexer's keys of all tokens.
+    """
 
     heads: HeadLayout
     comm_backend: str = "ag_rs"
     prefill_gather: str = "none"
     form: StepForm = DYNAMIC
+    has_whole_index: bool = False
 
     @property
     def ranks(self) -> int:
