@@ -33,9 +33,29 @@ class CachePart:
     is_replicated: bool = False
 
 
-def cache_parts(model: ModelConfig) -> tuple[CachePart, ...]:
-    """What the model caches."""
+def cache_parts(model: ModelConfig, *, has_whole_index: bool = False) -> tuple[CachePart, ...]:
+    """What the model caches.
+
+    Args:
+        has_whole_index: every DCP rank keeps the indexer's keys of all tokens.
+    """
     if isinstance(model, GlmConfig):
-        latent = CachePart(LATENT, tuple(range(model.num_layers)), 1, model.latent_width)
-        return (latent,)
+        return _latent_parts(model, has_whole_index=has_whole_index)
     return (CachePart(KV, tuple(range(model.num_layers)), model.num_kv_heads, 2 * model.head_dim),)
+
+
+def _latent_parts(model: GlmConfig, *, has_whole_index: bool) -> tuple[CachePart, ...]:
+    """The latents of all layers, the keys of those with an indexer; the same of a draft layer.
+
+    The draft layer runs with DCP off, so every rank keeps all of its tokens.
+    """
+    latent, draft = model.latent_width, (model.num_layers,) * model.num_draft_layers
+    parts = [CachePart(LATENT, tuple(range(model.num_layers)), 1, latent)]
+    if draft:
+        parts.append(CachePart(DRAFT_LATENT, draft, 1, latent, is_replicated=True))
+    if (indexer := model.indexer) is not None:
+        width = indexer.head_dim
+        parts.append(CachePart(INDEXER, indexer.full_layers, 1, width, has_whole_index))
+        if draft:
+            parts.append(CachePart(DRAFT_INDEXER, draft, 1, width, is_replicated=True))
+    return tuple(parts)

@@ -1,285 +1,21 @@
-"""GLM-5 and the DeepSeek-V3 family as seen by one rank inside ``shard_map``.
+"""GLM-5 and the DeepSeek-V3 family as seen by one rank inside ``shard_map``."""
 
-Attention is latent (MLA): what is cached of a token is one row that all heads read. Up-projections
-are absorbed: queries are turned into the latent's space, attend there, and what they found is
-projected to values afterwards. With an indexer, a query attends to chosen tokens alone.
-"""
-
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Integer, Shaped
+from jaxtyping import Float, Integer
 
-from dcpjax.attention.block import Block, split_blocks
-from dcpjax.attention.decode import decode_attention, merge_heads, write_block
-from dcpjax.attention.indexer import Choice, Query, choose_tokens
-from dcpjax.attention.sparse import sparse_attention
-from dcpjax.cache.parts import DRAFT_INDEXER, DRAFT_LATENT, INDEXER, LATENT
+from dcpjax.attention.block import Block
+from dcpjax.attention.indexer import Choice
 from dcpjax.cache.pool import Pools
 from dcpjax.config import GlmConfig
-from dcpjax.mesh import DCP, padded
-from dcpjax.models.experts import Experts
-from dcpjax.models.layers import MLP, Embedding, LayerNorm, RMSNorm, matmul, parameter, sum_ranks
-from dcpjax.models.rope import Angles, rope_angles, rotate, yarn_frequencies, yarn_scale
+from dcpjax.mesh import padded
+from dcpjax.models.glm_layer import GlmLayer, run_layer
+from dcpjax.models.latent_attention import CacheNames, Place, latent_angles
+from dcpjax.models.layers import Embedding, RMSNorm
+from dcpjax.models.mtp import Draft
 from dcpjax.models.sharding import Sharding
-
-_LATENT_EPS = 1e-6  # of the norms inside MLA, whatever the model's own is
-
-
-class Place(NamedTuple):
-    """Where a layer's rows are: its number in the pools of latents and of indexer keys."""
-
-    latent: Integer[Array, ""]
-    indexer: Integer[Array, ""]
-
-
-@dataclass(frozen=True)
-class CacheNames:
-    """The pools of a stack of layers, and whether every rank keeps the indexer's keys whole."""
-
-    latent: str = LATENT
-    indexer: str = INDEXER
-    has_whole_keys: bool = False
-
-
-DRAFT_CACHE = CacheNames(DRAFT_LATENT, DRAFT_INDEXER)
-
-
-class Indexer(nnx.Module):
-    """Queries, keys and head weights of the lightning indexer; the same on every rank."""
-
-    def __init__(self, config: GlmConfig, dtype: DTypeLike) -> None:
-        indexer = config.indexer
-        assert indexer is not None, "only models with an indexer have this module"
-        heads, width = indexer.num_heads, indexer.head_dim
-        self.q_b = parameter((config.q_lora_rank, heads, width), (None, None, None), dtype)
-        self.k = parameter((config.hidden_size, width), ("embed", None), dtype)
-        self.k_norm = LayerNorm(width, _LATENT_EPS, dtype)
-        self.weights = parameter((config.hidden_size, heads), ("embed", None), jnp.float32)
-        self.rope_width, self.top_k = config.qk_rope_head_dim, indexer.top_k
-
-    def keys(self, x: Float[Array, "T E"], angles: Angles) -> Float[Array, "T 1 D"]:
-        return self._rotate(self.k_norm(matmul(x, self.k[...]))[:, None], angles)
-
-    def queries(
-        self, x: Float[Array, "T E"], q_latent: Float[Array, "T R"], angles: Angles
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
-        """Queries, and the weight of each head's score."""
-        weights = matmul(x.astype(jnp.float32), self.weights[...])
-        heads = weights.shape[-1] ** -0.5
-        return self._rotate(matmul(q_latent, self.q_b[...]), angles), weights * heads
-
-    def _rotate(self, x: Array, angles: Angles) -> Array:
-        turned, rest = jnp.split(x, (self.rope_width,), axis=-1)
-        return jnp.concatenate([rotate(turned, angles), rest], axis=-1)
-
-
-class LatentAttention(nnx.Module):
-    """MLA with absorbed projections, over all tokens or over those that the indexer chooses."""
-
-    def __init__(
-        self, config: GlmConfig, sharding: Sharding, dtype: DTypeLike, *, has_indexer: bool
-    ) -> None:
-        width, latent = config.hidden_size, config.kv_lora_rank
-        nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
-        heads = sharding.heads.groups * sharding.heads.group_heads
-        self.q_a = parameter((width, config.q_lora_rank), ("embed", None), dtype)
-        self.q_a_norm = RMSNorm(config.q_lora_rank, _LATENT_EPS, dtype)
-        self.q_b = parameter(
-            (config.q_lora_rank, heads, nope + rope), (None, "q_heads", "head_dim"), dtype
-        )
-        self.kv_a = parameter((width, latent + rope), ("embed", None), dtype)
-        self.kv_a_norm = RMSNorm(latent, _LATENT_EPS, dtype)
-        self.k_b = parameter((heads, nope, latent), ("q_heads", None, None), dtype)
-        self.v_b = parameter((heads, latent, config.v_head_dim), ("q_heads", None, None), dtype)
-        self.o = parameter(
-            (heads, config.v_head_dim, width), ("q_heads", "head_dim", "embed"), dtype
-        )
-        if has_indexer:
-            self.indexer = Indexer(config, dtype)
-        self.has_indexer, self.is_sparse = has_indexer, config.indexer is not None
-        self.nope, self.latent, self.scale = nope, latent, config.softmax_scale
-        self.sharding = sharding
-
-    def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles,
-        blocks: tuple[Block, ...],
-        pools: Pools,
-        place: Place,
-        choices: tuple[Choice, ...],
-        names: CacheNames,
-    ) -> tuple[Float[Array, "T E"], Pools, tuple[Choice, ...]]:
-        """Project, write everything into the pools, choose, then attend.
-
-        Args:
-            choices: of the last layer before that chose; returned if this one does not.
-        """
-        q_latent = self.q_a_norm(matmul(x, self.q_a[...]))
-        rows = self._latent_rows(x, angles)
-        pools = dict(pools)
-        pools[names.latent] = _write(pools[names.latent], place.latent, blocks, rows)
-        if self.has_indexer:
-            pools, choices = self._choose(x, q_latent, angles, blocks, pools, place, names)
-        queries = split_blocks(self._queries(q_latent, angles), blocks)
-        pool, own = pools[names.latent], split_blocks(rows, blocks)
-        if self.is_sparse:
-            outs = [
-                self._attend_chosen(*each, pool, place.latent)
-                for each in zip(queries, blocks, choices, strict=True)
-            ]
-        else:
-            outs = [
-                self._attend_all(*each, pool, place.latent)
-                for each in zip(queries, own, blocks, strict=True)
-            ]
-        return self._project(jnp.concatenate(outs).astype(x.dtype)), pools, choices
-
-    def _latent_rows(self, x: Array, angles: Angles) -> Float[Array, "T 1 W"]:
-        """What is cached of each token: the normalised latent, and the rotated key."""
-        latent, key = jnp.split(matmul(x, self.kv_a[...])[:, None], (self.latent,), axis=-1)
-        return jnp.concatenate([self.kv_a_norm(latent), rotate(key, angles)], axis=-1)
-
-    def _queries(self, q_latent: Array, angles: Angles) -> Float[Array, "T h W"]:
-        """Queries of this rank's heads, in the space of cached rows."""
-        plain, turned = jnp.split(matmul(q_latent, self.q_b[...]), (self.nope,), axis=-1)
-        absorbed = _by_head(plain, self.k_b[...])
-        return jnp.concatenate([absorbed, rotate(turned, angles)], axis=-1)
-
-    def _choose(
-        self,
-        x: Array,
-        q_latent: Array,
-        angles: Angles,
-        blocks: tuple[Block, ...],
-        pools: Pools,
-        place: Place,
-        names: CacheNames,
-    ) -> tuple[Pools, tuple[Choice, ...]]:
-        """Write the indexer's keys, then choose for each block."""
-        key_blocks = tuple(b.whole() for b in blocks) if names.has_whole_keys else blocks
-        keys = self.indexer.keys(x, angles)
-        pool = _write(pools[names.indexer], place.indexer, key_blocks, keys)
-        q, weights = self.indexer.queries(x, q_latent, angles)
-        scale, top_k = q.shape[-1] ** -0.5, self.indexer.top_k
-        asked = zip(
-            split_blocks(q, blocks), split_blocks(weights, blocks), key_blocks, blocks, strict=True
-        )
-        choices = tuple(
-            choose_tokens(Query(q, w, scale, top_k), pool, place.indexer, keys, tokens)
-            for q, w, keys, tokens in asked
-        )
-        return {**pools, names.indexer: pool}, choices
-
-    def _attend_all(
-        self, q: Array, rows: Array, block: Block, pool: Array, layer: Array
-    ) -> Float[Array, "T h R"]:
-        own = block.take_own(rows)
-        return decode_attention(
-            q,
-            own,
-            own[..., : self.latent],
-            pool,
-            layer,
-            block,
-            scale=self.scale,
-            comm_backend=self.sharding.comm_backend,
-            form=self.sharding.form,
-        )
-
-    def _attend_chosen(
-        self, q: Array, block: Block, choice: Choice, pool: Array, layer: Array
-    ) -> Float[Array, "T h R"]:
-        if block.sharding.ranks > 1:
-            q = lax.all_gather(q, DCP, axis=1, tiled=True)
-        out, lse = sparse_attention(
-            q, pool, layer, block, choice, value_width=self.latent, scale=self.scale
-        )
-        return merge_heads(out, lse, block, self.sharding.comm_backend)
-
-    def _project(self, latents: Float[Array, "T h R"]) -> Float[Array, "T E"]:
-        """What the heads found, as values, through the output projection; whole on every rank."""
-        values = _by_head(latents, self.v_b[...])
-        rows = self.o[...].reshape(-1, self.o.shape[-1])
-        projected = matmul(values.reshape(values.shape[0], -1), rows)
-        return sum_ranks(projected, scattered=self.sharding.form.scattered_sums)
-
-
-def _by_head(x: Float[Array, "T h A"], weight: Float[Array, "h A B"]) -> Float[Array, "T h B"]:
-    """Each head's rows times its own matrix, in x's type."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("tha,hab->thb", x, weight, precision=precision)
-
-
-def _write(pool: Array, layer: Array, blocks: tuple[Block, ...], rows: Array) -> Array:
-    """The pool of a part with the rows of all blocks in one layer."""
-    for block, own in zip(blocks, split_blocks(rows, blocks), strict=True):
-        pool = write_block(pool, layer, block, block.take_own(own))
-    return pool
-
-
-class GlmLayer(nnx.Module):
-    """A decoder layer: latent attention, then a dense MLP or experts."""
-
-    def __init__(
-        self, config: GlmConfig, sharding: Sharding, dtype: DTypeLike, *, number: int
-    ) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attention = LatentAttention(
-            config, sharding, dtype, has_indexer=config.has_indexer(number)
-        )
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.has_experts = config.has_experts(number)
-        if self.has_experts:
-            self.mlp: nnx.Module = Experts(config, sharding, dtype)
-        else:
-            inner = padded(config.intermediate_size, sharding.ranks)
-            self.mlp = MLP(config.hidden_size, inner, dtype, sharding.form)
-
-    def __call__(
-        self,
-        x: Float[Array, "T E"],
-        angles: Angles,
-        blocks: tuple[Block, ...],
-        pools: Pools,
-        place: Place,
-        choices: tuple[Choice, ...],
-        rank: Array,
-        names: CacheNames,
-    ) -> tuple[Float[Array, "T E"], Pools, tuple[Choice, ...]]:
-        attended, pools, choices = self.attention(
-            self.attention_norm(x), angles, blocks, pools, place, choices, names
-        )
-        x = x + attended
-        inner = self.mlp_norm(x)
-        if self.has_experts:
-            is_real = jnp.concatenate([block.is_real for block in blocks])
-            return x + self.mlp(inner, rank, is_real), pools, choices
-        return x + self.mlp(inner), pools, choices
-
-
-@partial(jax.jit, static_argnames="names")
-def run_layer(
-    layer: GlmLayer,
-    x: Array,
-    angles: Angles,
-    blocks: tuple[Block, ...],
-    pools: Pools,
-    place: Place,
-    choices: tuple[Choice, ...],
-    rank: Array,
-    *,
-    names: CacheNames,
-) -> tuple[Array, Pools, tuple[Choice, ...]]:
-    """One layer. Jitted so that layers of one kind share one trace; XLA sees them unrolled."""
-    return layer(x, angles, blocks, pools, place, choices, rank, names)
 
 
 class Glm(nnx.Module):
@@ -294,6 +30,8 @@ class Glm(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:
             self.head = Embedding(vocab, config.hidden_size, dtype, sharding.form)
+        if config.num_draft_layers:
+            self.draft = Draft(config, sharding, dtype)
         self.is_tied = config.tie_word_embeddings
         self.config, self.sharding = config, sharding
 
@@ -321,10 +59,8 @@ class Glm(nnx.Module):
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:
         """This rank's share of the vocabulary's logits, float32."""
-        head = self.embedding if self.is_tied else self.head
-        return head.logits(self.norm(x))
+        return self.head_logits(self.norm(x))
 
-
-def latent_angles(positions: Shaped[Array, " T"], config: GlmConfig) -> Angles:
-    """Rotary angles of the rotated columns, of attention and indexer alike."""
-    return rope_angles(positions, yarn_frequencies(config), yarn_scale(config))
+    def head_logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:
+        """As :meth:`logits`, of states that are normalised already."""
+        return (self.embedding if self.is_tied else self.head).logits(x)

@@ -46,8 +46,8 @@ def glm_source(path: _Path, config: GlmConfig, layout: Sharding) -> Source:
 
 def _layer_source(path: _Path, layer: int, config: GlmConfig, layout: Sharding) -> Source:
     prefix = layer_prefix(layer)
-    if path[0] == "indexer":
-        return _source(_indexer_parameters(config)[path[1:]], f"{prefix}self_attn.indexer.")
+    if path[:2] == ("attention", "indexer"):
+        return _source(_indexer_parameters(config)[path[2:]], f"{prefix}self_attn.indexer.")
     if path[0] == "mlp":
         return _mlp_source(path[1:], layer, config)
     if path[0] == "attention":

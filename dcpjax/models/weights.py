@@ -13,15 +13,17 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from dcpjax.config import LlamaConfig, ModelConfig, Progress
+from dcpjax.config import GlmConfig, ModelConfig, Progress
 from dcpjax.mesh import partition
 from dcpjax.models.checkpoint import Checkpoint
+from dcpjax.models.glm import Glm
+from dcpjax.models.glm_weights import glm_source
 from dcpjax.models.llama import Llama
 from dcpjax.models.llama_weights import llama_source
 from dcpjax.models.sharding import Sharding
 from dcpjax.models.sources import Source
 
-Decoder = Llama
+Decoder = Llama | Glm
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,15 @@ def _outline(
 
 def _decoder(config: ModelConfig, layout: Sharding, dtype: DTypeLike) -> Decoder:
     """The model that a config describes, with zeros for parameters."""
-    assert isinstance(config, LlamaConfig)
+    if isinstance(config, GlmConfig):
+        return Glm(config, layout, dtype)
     return Llama(config, layout, dtype)
 
 
 def _source(path: tuple[Any, ...], config: ModelConfig, layout: Sharding) -> Source:
     """What fills the parameter at ``path``."""
-    assert isinstance(config, LlamaConfig)
+    if isinstance(config, GlmConfig):
+        return glm_source(path, config, layout)
     return llama_source(path, config, layout)
 
 

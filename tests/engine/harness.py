@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dcpjax.attention.block import TokenSharding
-from dcpjax.cache.parts import KV
-from dcpjax.cache.pool import POOL_AXES, PoolShape
+from dcpjax.cache.parts import KV, cache_parts
+from dcpjax.cache.pool import POOL_AXES, PoolShape, part_shape
 from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, make_step
 from dcpjax.form import FORMS
 from dcpjax.mesh import ALL_RANKS, HeadLayout, decode_mesh, sharding
@@ -31,6 +31,7 @@ class Layout:
     exchange: str = "ag_rs"
     prefill_gather: str = "none"
     form: str = "dynamic"
+    index: str = "sharded"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -74,19 +75,23 @@ class StepHarness:
         heads = HeadLayout(config.num_heads, config.num_kv_heads, layout.tp, layout.dcp)
         self.model = place_model(
             checkpoint,
-            Sharding(heads, layout.exchange, layout.prefill_gather, FORMS[layout.form]),
+            Sharding(heads, layout.exchange, layout.prefill_gather, FORMS[layout.form], layout.index == "replicated"),
             self.mesh,
             dtype,
         )
-        self.pool_shape = PoolShape(
-            num_pages=num_pages,
-            num_layers=config.num_layers,
-            num_heads=heads.groups * heads.group_kv_heads,
-            page_size=layout.page_size,
-            width=2 * config.head_dim,
-            dtype=jnp.dtype(kv_dtype or dtype),
-            is_native=FORMS[layout.form].native_pools,
-        )
+        self.pool_shapes = {
+            part.name: part_shape(
+                part,
+                num_pages=num_pages,
+                num_heads=heads.groups * heads.group_kv_heads,
+                page_size=layout.page_size,
+                ranks=layout.dcp,
+                dtype=jnp.dtype(kv_dtype or dtype),
+                is_native=FORMS[layout.form].native_pools,
+            )
+            for part in cache_parts(config, has_whole_index=layout.index == "replicated")
+        }
+        self.pool_shape = next(iter(self.pool_shapes.values()))
         self.step = make_step(
             self.model,
             shape,
@@ -95,7 +100,9 @@ class StepHarness:
             vocab_size=config.vocab_size,
             max_rows=shape.rows,
         )
-        self.pool = self._pool_of_nan(layout.dcp)
+        self.pools = {
+            name: self._pool_of_nan(pool, layout.dcp) for name, pool in self.pool_shapes.items()
+        }
         self._whole = NamedSharding(self.mesh, PartitionSpec())
         self._previous = jax.device_put(np.zeros(shape.rows, np.int32), self._whole)
         self._rank_ids = jax.device_put(
@@ -109,13 +116,18 @@ class StepHarness:
         packed = jax.ShapeDtypeStruct((self.shape.packed_size,), jnp.int32, sharding=self._whole)
         jitted = jax.jit(step, donate_argnums=1 if donate else ())
         return jitted.lower(
-            self.model.parameters, {KV: self.pool}, packed, self._previous, self._rank_ids
+            self.model.parameters, self.pools, packed, self._previous, self._rank_ids
         ).compile()
 
-    def _pool_of_nan(self, dcp: int) -> jax.Array:
-        stored = self.pool_shape.storage_dtype
+    @property
+    def pool(self) -> jax.Array:
+        """The pool of a model that has one part alone."""
+        return self.pools[KV]
+
+    def _pool_of_nan(self, shape: PoolShape, dcp: int) -> jax.Array:
+        stored = shape.storage_dtype
         nan = np.full((), -1).astype(stored) if stored.kind == "u" else np.float32(np.nan)
-        values = np.full(self.pool_shape.array_shape(dcp), nan, stored)
+        values = np.full(shape.array_shape(dcp), nan, stored)
         return jax.device_put(values, sharding(self.mesh, *POOL_AXES))
 
     def run(self, decode: Sequence[Piece] = (), prefill: Sequence[Piece] = ()) -> np.ndarray:
@@ -127,9 +139,9 @@ class StepHarness:
     ) -> tuple[np.ndarray, np.ndarray]:
         """As ``run``, and the tokens that the step itself chose."""
         packed = self._pack(decode, prefill)
-        arguments = (self.model.parameters, {KV: self.pool}, packed, self._previous, self._rank_ids)
+        arguments = (self.model.parameters, self.pools, packed, self._previous, self._rank_ids)
         result = StepResult(*self.compiled(*arguments))
-        self.pool = result.pools[KV]
+        self.pools = result.pools
         rows = [
             *range(len(decode)),
             *range(self.shape.decode_rows, self.shape.decode_rows + len(prefill)),
