@@ -85,4 +85,4 @@ def llama_source(path: tuple[Any, ...], config: LlamaConfig, layout: Sharding) -
     layers = range(config.num_layers) if is_stacked else (path[1],)
     names, arrange = _layer_parameters(config, layout)[path[1:] if is_stacked else path[2:]]
     by_layer = (tuple(f"model.layers.{layer}.{name}" for name in names) for layer in layers)
-    return Source(tuple(by_layer), arrange, is_stacked)
+    return Source(tuple(by_layer), arrange, (config.num_layers,) if is_stacked else ())

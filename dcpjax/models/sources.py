@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from dcpjax.models.checkpoint import Checkpoint
 
@@ -12,16 +13,35 @@ Arrange = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 @dataclass(frozen=True)
 class Source:
-    """What fills a parameter: the tensors of the model or of one layer, or of each layer."""
+    """What fills a parameter.
+
+    Attributes:
+        names: the tensors of the model or of one layer; of a stack, those of each element.
+        arrange: how they become the parameter, or one element of it.
+        stack: leading axes, one element each for several layers or experts.
+    """
 
     names: tuple[tuple[str, ...], ...]
     arrange: Arrange
-    is_stacked: bool = False
+    stack: tuple[int, ...] = ()
 
-    def read(self, checkpoint: Checkpoint) -> np.ndarray:
-        """The parameter without padding."""
-        arranged = [self.arrange([checkpoint.read(name) for name in names]) for names in self.names]
-        return np.stack(arranged) if self.is_stacked else arranged[0]
+    def read(self, checkpoint: Checkpoint, dtype: DTypeLike) -> np.ndarray:
+        """The parameter without padding.
+
+        Tensors are converted one by one, and a stack is filled one by one: the experts of a layer
+        are never there as float32 all at once, nor twice.
+        """
+        first = self._element(0, checkpoint, dtype)
+        if not self.stack:
+            return first
+        filled = np.empty((len(self.names), *first.shape), dtype)
+        filled[0] = first
+        for index in range(1, len(self.names)):
+            filled[index] = self._element(index, checkpoint, dtype)
+        return filled.reshape(*self.stack, *first.shape)
+
+    def _element(self, index: int, checkpoint: Checkpoint, dtype: DTypeLike) -> np.ndarray:
+        return self.arrange([np.asarray(checkpoint.read(n), dtype) for n in self.names[index]])
 
 
 def as_stored(tensors: Sequence[np.ndarray]) -> np.ndarray:

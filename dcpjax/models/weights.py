@@ -62,10 +62,10 @@ def place_model(
 
     def place(entry: tuple[tuple[Any, ...], Any]) -> Array:
         path, parameter = entry
-        tensor = _source(path, checkpoint.config, layout).read(checkpoint)
+        tensor = _source(path, checkpoint.config, layout).read(checkpoint, parameter.dtype)
         tensor = _pad(tensor, parameter.shape)
         target = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
-        return jax.device_put(np.ascontiguousarray(tensor, dtype=dtype), target)
+        return jax.device_put(np.ascontiguousarray(tensor), target)
 
     filled = []
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:
@@ -132,6 +132,8 @@ def random_weights(checkpoint: Checkpoint, seed: int) -> Checkpoint:
         shape = checkpoint.shapes[name]
         if name.endswith("norm.weight"):
             return np.ones(shape, np.float32)
+        if name.endswith(("k_norm.bias", "e_score_correction_bias")):
+            return np.zeros(shape, np.float32)
         generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
         return generator.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
 
