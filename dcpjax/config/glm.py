@@ -88,6 +88,8 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         COUNT.check(self, "num_experts", "num_per_token", "width")
         COUNT.check(self, "num_groups", "groups_per_token")
+        if self.num_shared < 0:
+            raise ConfigError("num_shared is at least 0", num_shared=self.num_shared)
         if self.num_experts % self.num_groups:
             raise ConfigError(
                 "the number of expert groups divides that of the experts",
@@ -157,7 +159,7 @@ class GlmConfig:
                 index_head_dim=self.indexer.head_dim,
                 qk_rope_head_dim=self.qk_rope_head_dim,
             )
-        if self.num_draft_layers > 1:
+        if self.num_draft_layers not in (0, 1):
             raise ConfigError(
                 "at most one draft layer is understood", num_draft_layers=self.num_draft_layers
             )

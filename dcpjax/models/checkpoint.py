@@ -6,15 +6,22 @@ everything is checked before: what opens has exactly the tensors of its model.
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from dcpjax.config import LlamaConfig, ModelConfig
+from dcpjax.config import GlmConfig, LlamaConfig, ModelConfig
 from dcpjax.errors import CheckpointError
 from dcpjax.models import catalog, gguf, huggingface, safetensors_files
-from dcpjax.models.tensors import Shapes, StoredTensors, check_tensors
+from dcpjax.models.tensors import (
+    FINAL_NORM,
+    Shapes,
+    StoredTensors,
+    check_tensors,
+    has_draft_layer,
+    layer_prefix,
+)
 from dcpjax.models.tensors import expected_tensors as expected_tensors
 
 
@@ -53,12 +60,21 @@ def locate_checkpoint(model: str, progress: catalog.DownloadProgress | None = No
 
 
 def open_checkpoint(
-    model: str, *, weights: bool = True, progress: catalog.DownloadProgress | None = None
+    model: str,
+    *,
+    weights: bool = True,
+    draft_layers: bool | None = None,
+    progress: catalog.DownloadProgress | None = None,
 ) -> Checkpoint:
     """Open ``model`` and check that it has the tensors that its config asks for.
 
     Args:
         weights: False opens the config alone (random weights); ``read`` then raises.
+        draft_layers: whether to open the draft layer (MTP). True: the model has to have one.
+            False: it is left out, and nothing of it can be read. None: it is opened if there is
+            one; a config may name a draft layer of which no tensor is there, as transformers
+            leaves such layers out of what it saves. A layer of which some tensors are missing is
+            refused always. What was decided is ``config.num_draft_layers`` of the result.
         progress: told how the download of a known name goes.
 
     Raises:
@@ -68,10 +84,16 @@ def open_checkpoint(
     is_gguf = path.suffix == ".gguf"
     config, dtype = gguf.read_config(path) if is_gguf else huggingface.read_config(path)
     _check_token_ids(config)
+    if draft_layers and not has_draft_layer(config):
+        raise CheckpointError("the config names a draft layer (MTP)", model=model)
     if not weights:
+        config = _without_drafts(config) if draft_layers is False else config
         return Checkpoint(config, expected_tensors(config), _refuse_to_read, dtype, path)
     stored = _open_gguf(path, config) if is_gguf else _open_safetensors(path)
+    if not draft_layers and not _has_draft_tensors(stored.shapes, config):
+        config = _without_drafts(config)
     check_tensors(stored.shapes, config)
+    config = _without_drafts(config) if draft_layers is False else config
     shapes = expected_tensors(config)
     return Checkpoint(config, shapes, _limited_to(stored, shapes), stored.dtype, path)
 
@@ -80,13 +102,25 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """Hex digest of what has to agree for two engines to read each other's KV.
 
     Covers the config and a sample of the weights, enough to tell a fine-tuned model from its base
-    and one quantisation from another: the final norm, and the last layer's key projection.
+    and one quantisation from another: the final norm, and the projection that makes the last
+    layer's keys.
     """
-    digest = hashlib.sha256(repr(checkpoint.config).encode())
-    last = checkpoint.config.num_layers - 1
-    for name in ("model.norm.weight", f"model.layers.{last}.self_attn.k_proj.weight"):
+    config = checkpoint.config
+    digest = hashlib.sha256(repr(config).encode())
+    keys = "kv_a_proj_with_mqa" if isinstance(config, GlmConfig) else "k_proj"
+    last = layer_prefix(config.num_layers - 1)
+    for name in (FINAL_NORM, f"{last}self_attn.{keys}.weight"):
         digest.update(np.ascontiguousarray(checkpoint.read(name), np.float32).tobytes())
     return digest.hexdigest()
+
+
+def _has_draft_tensors(shapes: Shapes, config: ModelConfig) -> bool:
+    prefix = layer_prefix(config.num_layers)
+    return any(name.startswith(prefix) for name in shapes)
+
+
+def _without_drafts(config: ModelConfig) -> ModelConfig:
+    return replace(config, num_draft_layers=0) if has_draft_layer(config) else config
 
 
 def _open_gguf(path: Path, config: ModelConfig) -> StoredTensors:

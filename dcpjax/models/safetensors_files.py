@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dcpjax.errors import CheckpointError
+from dcpjax.models.block_scales import POWERS, SCALED, dequantised, find_scales
 from dcpjax.models.tensors import EMBEDDING, StoredTensors
 
 SINGLE_FILE = "model.safetensors"
@@ -18,6 +19,8 @@ STORED_TYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": SCALED,  # these two only together, see block_scales
+    "F8_E8M0": POWERS,
 }
 
 
@@ -40,17 +43,27 @@ def open_tensors(folder: Path) -> StoredTensors:
     else:
         places = _locate_shards(folder)
 
-    def read(name: str) -> np.ndarray:
-        place = places[name]
-        # A mapping per tensor: nothing is shared between threads, and none outlives its array.
-        return np.asarray(np.memmap(place.path, place.dtype, "r", place.offset, place.shape))
+    scales = find_scales(
+        {name: place.shape for name, place in places.items()},
+        {name: place.dtype for name, place in places.items()},
+    )
 
+    def read(name: str) -> np.ndarray:
+        stored = _read(places[name])
+        return dequantised(stored, _read(places[scales[name]])) if name in scales else stored
+
+    model_tensors = places.keys() - set(scales.values())
     widest = places.get(EMBEDDING) or next(iter(places.values()), None)
     return StoredTensors(
-        shapes={name: place.shape for name, place in places.items()},
+        shapes={name: place.shape for name, place in places.items() if name in model_tensors},
         read=read,
         dtype=widest.dtype.name if widest else "float32",
     )
+
+
+def _read(place: _Location) -> np.ndarray:
+    """A mapping per tensor: nothing is shared between threads, and none outlives its array."""
+    return np.asarray(np.memmap(place.path, place.dtype, "r", place.offset, place.shape))
 
 
 def _locate_shards(folder: Path) -> dict[str, _Location]:

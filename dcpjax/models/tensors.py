@@ -1,15 +1,17 @@
-"""The named tensors of a Llama-family checkpoint: which there must be, and those a source has.
+"""The named tensors of a checkpoint: which there must be, and those a source has.
 
 Names and orientation ([out, in]) are those of Hugging Face; other sources translate to them.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
-from dcpjax.config import LlamaConfig, ModelConfig
+from dcpjax.config import GlmConfig, LlamaConfig, ModelConfig
 from dcpjax.errors import CheckpointError
+from dcpjax.models.glm_tensors import DRAFT_COPIES, draft_tensors, glm_layer_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -35,18 +37,39 @@ class StoredTensors:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the model, in the order of computation."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    assert isinstance(config, LlamaConfig)
-    layer = _layer_tensors(config)
-    for index in range(config.num_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    vocabulary = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: vocabulary}
+    for layer in range(config.num_layers):
+        shapes |= _in_layer(layer, _layer_tensors(config, layer))
     shapes[FINAL_NORM] = (config.hidden_size,)
     if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, config.hidden_size)
+        shapes[HEAD] = vocabulary
+    if has_draft_layer(config):
+        draft = draft_tensors(config) | glm_layer_tensors(config, config.num_layers)
+        shapes |= _in_layer(config.num_layers, draft)
     return shapes
 
 
-def _layer_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def has_draft_layer(config: ModelConfig) -> TypeGuard[GlmConfig]:
+    """Whether there is a layer ``num_layers`` that drafts."""
+    return isinstance(config, GlmConfig) and config.num_draft_layers > 0
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def _in_layer(layer: int, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    return {layer_prefix(layer) + name: shape for name, shape in shapes.items()}
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    if isinstance(config, GlmConfig):
+        return glm_layer_tensors(config, layer)
+    return _llama_layer_tensors(config)
+
+
+def _llama_layer_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     hidden, wide = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
@@ -100,9 +123,12 @@ def check_tensors(found: Shapes, config: ModelConfig) -> None:
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Buffers that follow from the config, and a second copy of tied embeddings."""
-    is_second_copy = name == HEAD and config.tie_word_embeddings
-    return is_second_copy or name.endswith("rotary_emb.inv_freq")
+    """Buffers that follow from the config, and second copies of embeddings and head."""
+    if name == HEAD:
+        return config.tie_word_embeddings
+    prefix = layer_prefix(config.num_layers)
+    is_copy = name in [prefix + copy for copy in DRAFT_COPIES]
+    return (is_copy and has_draft_layer(config)) or name.endswith("rotary_emb.inv_freq")
 
 
 def _shown(names: list[str]) -> str:
