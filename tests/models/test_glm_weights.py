@@ -143,7 +143,7 @@ def test_index_scores_are_those_of_the_published_weights(tmp_path, values, path,
         turned,
     )
     q_b, k, weight, bias, weights = (
-        parameter(checkpoint, *path, "indexer", *name)
+        parameter(checkpoint, *path, "attention", "indexer", *name)
         for name in (("q_b",), ("k",), ("k_norm", "weight"), ("k_norm", "bias"), ("weights",))
     )
     arranged = scores(np.einsum("l,lhd->hd", latent_q, q_b), hidden @ k, weight, bias, False)
