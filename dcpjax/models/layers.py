@@ -107,9 +107,19 @@ class MLP(nnx.Module):
         self.form = form
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        gate_up = matmul(x, self.gate_up[...])
-        inner = nnx.silu(gate_up[:, 0]) * gate_up[:, 1]
-        return sum_ranks(matmul(inner, self.down[...]), scattered=self.form.scattered_sums)
+        return sum_ranks(self.summand(x), scattered=self.form.scattered_sums)
+
+    def summand(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """What this rank's columns add to the result."""
+        return gated_mlp(x, self.gate_up[...], self.down[...])
+
+
+def gated_mlp(
+    x: Float[Array, "T E"], gate_up: Float[Array, "E 2 I"], down: Float[Array, "I E"]
+) -> Float[Array, "T E"]:
+    """``down(silu(gate(x)) · up(x))``."""
+    inner = matmul(x, gate_up)
+    return matmul(nnx.silu(inner[:, 0]) * inner[:, 1], down)
 
 
 def rope_frequencies(config: LlamaConfig) -> tuple[float, ...]:
