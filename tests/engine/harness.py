@@ -94,6 +94,7 @@ class StepHarness:
             self.mesh,
             vocab_size=config.vocab_size,
             max_rows=shape.rows,
+            max_outputs=shape.num_outputs,
         )
         self.pool = self._pool_of_nan(layout.dcp)
         self._whole = NamedSharding(self.mesh, PartitionSpec())
