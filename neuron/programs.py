@@ -188,12 +188,29 @@ def find_calls(deployment: Deployment, *, all_buckets: bool = True) -> list[Call
         all_buckets: every shape that the engine compiles; else the largest of each kind.
     """
     shapes = _step_shapes(deployment)
-    max_rows = max(shape.rows for _, shape in shapes)
+    limits = _Limits.of([shape for kind, shape in shapes if kind != "segment"])
     if not all_buckets:
         largest: dict[ProgramKind, StepShape] = dict(shapes)  # they ascend
         shapes = list(largest.items())
-    steps = [_step_call(deployment, kind, shape, max_rows) for kind, shape in shapes]
+    steps = [_step_call(deployment, kind, shape, limits) for kind, shape in shapes]
     return [*steps, *_page_calls(deployment)]
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What the shapes of an engine have in common: the most rows, outputs and decode tokens."""
+
+    rows: int
+    outputs: int
+    decode_width: int
+
+    @classmethod
+    def of(cls, shapes: Sequence[StepShape]) -> "_Limits":
+        return cls(
+            max(shape.rows for shape in shapes),
+            max(shape.num_outputs for shape in shapes),
+            max(shape.decode_width for shape in shapes),
+        )
 
 
 def _step_shapes(deployment: Deployment) -> list[tuple[ProgramKind, StepShape]]:
@@ -203,15 +220,19 @@ def _step_shapes(deployment: Deployment) -> list[tuple[ProgramKind, StepShape]]:
     found: list[tuple[ProgramKind, StepShape]] = []
     for width in blueprint.table_widths:
         for rows in shapes.decode_rows:
-            found.append(("decode", StepShape(rows, 0, 0, width)))
-        segment = StepShape(0, config.max_num_seqs, deployment.draft_tokens, width)
+            for tokens in shapes.decode_widths:
+                found.append(("decode", StepShape(rows, 0, 0, width, tokens)))
+        segment = StepShape(config.max_num_seqs, 0, 0, width, deployment.draft_tokens)
         found.append(("segment", segment))
+        widest = max(shapes.decode_widths)
         for rows, tokens in shapes.prefill:
-            found.append(("prefill", StepShape(most, rows, tokens, width)))
+            found.append(("prefill", StepShape(most, rows, tokens, width, widest)))
     return found
 
 
-def _step_call(deployment: Deployment, kind: ProgramKind, shape: StepShape, max_rows: int) -> Call:
+def _step_call(
+    deployment: Deployment, kind: ProgramKind, shape: StepShape, limits: _Limits
+) -> Call:
     model, blueprint = deployment.model, deployment.blueprint
     vocab_size, ranks = blueprint.model.vocab_size, deployment.config.tensor_parallel_size
     step = make_step(
@@ -220,18 +241,20 @@ def _step_call(deployment: Deployment, kind: ProgramKind, shape: StepShape, max_
         blueprint.token_sharding(deployment.pools),
         deployment.mesh,
         vocab_size=vocab_size,
-        max_rows=max_rows,
+        max_rows=limits.rows,
+        max_outputs=max(limits.outputs, shape.num_outputs),
     )
+    num_previous = limits.rows * max(limits.decode_width, shape.decode_width)
     whole = PartitionSpec()
     pools = deployment.pool_arrays
     inputs = {
         "packed": deployment.array((shape.packed_size,), jnp.int32, whole),
-        "previous": deployment.array((max_rows,), jnp.int32, whole),
+        "previous": deployment.array((num_previous,), jnp.int32, whole),
         "rank_ids": deployment.array((ranks,), jnp.uint32, PartitionSpec(ALL_RANKS)),
     }
     tokens = shape.table_width * deployment.config.virtual_page_size
     return Call(
-        f"{kind}_{shape.decode_rows}x1+{shape.prefill_rows}x{shape.prefill_width}_{tokens}",
+        f"{kind}_{shape.blocks}_{tokens}",
         kind,
         ranks,
         step,
@@ -239,8 +262,8 @@ def _step_call(deployment: Deployment, kind: ProgramKind, shape: StepShape, max_
         (*model.names, *pool_names(pools), *inputs),
         (*pool_names(pools), "tokens", "logits"),
         {
-            "packed": tuple(_packed_ranges(deployment, shape, max_rows)),
-            "previous": (IndexRange(0, max_rows, 0, vocab_size - 1),),
+            "packed": tuple(_packed_ranges(deployment, shape, limits.rows)),
+            "previous": (IndexRange(0, num_previous, 0, vocab_size - 1),),
             "rank_ids": (IndexRange(0, 1, 0, ranks - 1),),
         },
     )
@@ -254,7 +277,7 @@ def _packed_ranges(deployment: Deployment, shape: StepShape, max_rows: int) -> I
         "sources": (FROM_HOST, max_rows - 1),
         "page_tables": (0, deployment.pools.scratch_page),
         "prior_lengths": (0, longest - 1),
-        "num_tokens": (0, max(1, shape.prefill_width)),
+        "num_tokens": (0, max(shape.decode_width, shape.prefill_width)),
     }
     start = 0
     for name, field in shape.fields().items():

@@ -15,6 +15,7 @@ from jaxtyping import Float, Shaped
 from dcpjax.attention.block import Block
 from dcpjax.attention.merge import MERGES
 from dcpjax.attention.segment import (
+    MANY_QUERIES,
     segment_attention,
     segments_attention,
     static_segments_attention,
@@ -81,7 +82,7 @@ def attend_block(
     """Partial attention of all segments of a block to what this rank holds.
 
     With reads of dynamic length, prompt chunks go one after the other, each of which is work enough
-    for a loop of its own.
+    for a loop of its own; segments of a few tokens share one, so that unused rows cost nothing.
     """
     is_real = (block.own < block.num_tokens[:, None])[..., None, None]
     own_v = jnp.where(is_real, own_v, jnp.zeros((), own_v.dtype))  # 0 · NaN of padding is NaN
@@ -105,7 +106,7 @@ def attend_block(
         out, lse = attend(partial(static_segments_attention, form=form), segments)
     elif block.rows == 1:
         out, lse = attend(segment_attention, jax.tree.map(lambda x: x[0], segments))
-    elif block.width == 1:
+    elif block.width <= MANY_QUERIES:
         out, lse = attend(segments_attention, segments)
     else:
         out, lse = lax.map(partial(attend, segment_attention), segments)

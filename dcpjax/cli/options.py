@@ -33,6 +33,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
         "max_num_batched_tokens",
         "enable_prefix_caching",
     ),
+    "Speculation": ("speculative_config",),
     "KV transfer": ("kv_transfer_config", "apply_prefill_dcp"),
 }
 _OTHER_SECTION = "Model"

@@ -18,6 +18,8 @@ from dcpjax.config.glm import YarnScaling as YarnScaling
 from dcpjax.config.model import LlamaConfig as LlamaConfig
 from dcpjax.config.model import RopeScaling as RopeScaling
 from dcpjax.config.neuron_rules import broken_neuron_rules as broken_neuron_rules
+from dcpjax.config.speculative import DraftMethod as DraftMethod
+from dcpjax.config.speculative import SpeculativeConfig as SpeculativeConfig
 from dcpjax.config.transfer import KVConnector as KVConnector
 from dcpjax.config.transfer import KVRole as KVRole
 from dcpjax.config.transfer import KVTransferConfig as KVTransferConfig

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from dcpjax.config.checks import COUNT, FILLED, SEED, check_types
+from dcpjax.config.speculative import SpeculativeConfig
 from dcpjax.config.transfer import KVTransferConfig
 from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
 
@@ -79,6 +80,11 @@ class EngineConfig:
         None,
         "how KV is handed to or taken from other engines, as JSON: '{\"kv_role\": …}'. "
         '"pipelined_sends": true offers a prompt when its computation begins',
+    )
+    speculative_config: SpeculativeConfig | None = _option(
+        None,
+        "verify several proposed tokens per step, as JSON: "
+        '\'{"method": "ngram", "num_speculative_tokens": 3}\' proposes what followed before',
     )
     apply_prefill_dcp: bool = _option(
         False, "order the ranks as a prefill engine with DCP on Neuron does: DCP is the slow axis"
@@ -185,4 +191,8 @@ class EngineConfig:
         if isinstance(transfer, Mapping):
             transfer = KVTransferConfig.from_settings(cast(Mapping[str, Any], transfer))
             settings["kv_transfer_config"] = transfer
+        speculative = settings.get("speculative_config")
+        if isinstance(speculative, Mapping):
+            speculative = SpeculativeConfig.from_settings(cast(Mapping[str, Any], speculative))
+            settings["speculative_config"] = speculative
         return cls(model=model, **settings)

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.parts import CachePart, cache_parts
 from dcpjax.cache.pool import PoolShapes, part_shape
-from dcpjax.config import EngineConfig, ModelConfig, broken_neuron_rules
+from dcpjax.config import (
+    EngineConfig,
+    GlmConfig,
+    ModelConfig,
+    SpeculativeConfig,
+    broken_neuron_rules,
+)
 from dcpjax.engine.plan import StepShapes
 from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.form import StepForm, form_for
@@ -148,7 +154,32 @@ class Blueprint:
         return StepShapes(
             decode_rows=decode_buckets(least, self.config.max_num_seqs),
             prefill=prefill_buckets(self.config),
+            decode_widths=self._decode_widths,
         )
+
+    @property
+    def _decode_widths(self) -> tuple[int, ...]:
+        """Tokens of a decode segment. N-grams often have nothing to propose: then it is one."""
+        speculation = self.config.speculative_config
+        if speculation is None:
+            return (1,)
+        self._check_speculation(speculation)
+        return (1, speculation.width) if speculation.method == "ngram" else (speculation.width,)
+
+    def _check_speculation(self, speculation: SpeculativeConfig) -> None:
+        if speculation.width > self.max_model_len:
+            raise ConfigError(
+                "num_speculative_tokens is below max_model_len",
+                num_speculative_tokens=speculation.num_speculative_tokens,
+                max_model_len=self.max_model_len,
+            )
+        has_draft_layer = isinstance(self.model, GlmConfig) and self.model.num_draft_layers > 0
+        if speculation.method == "mtp" and not has_draft_layer:
+            raise UnsupportedCombination(
+                "the speculation method 'mtp' needs a model with a draft layer; 'ngram' needs none",
+                method=speculation.method,
+                architecture=self.model.architecture,
+            )
 
     @property
     def table_widths(self) -> tuple[int, ...]:

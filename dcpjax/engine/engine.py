@@ -1,4 +1,7 @@
-"""The engine: one thread, one step of look-ahead, token ids in and token ids out."""
+"""The engine: one thread, one step of look-ahead, token ids in and token ids out.
+
+With speculation it looks at what a step has accepted before it plans the next one.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,6 +17,7 @@ from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
+from dcpjax.engine.drafting import Drafter, NgramDrafter
 from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
 from dcpjax.engine.kv_backends import prepare_backend
 from dcpjax.engine.kv_local import LocalKV
@@ -25,7 +29,7 @@ from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
 from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
-from dcpjax.errors import EngineDeadError, RequestError
+from dcpjax.errors import EngineDeadError, RequestError, UnsupportedCombination
 from dcpjax.layout import KVPlacement
 from dcpjax.mesh import decode_mesh, find_devices, prefill_mesh
 from dcpjax.models.checkpoint import Checkpoint, fingerprint
@@ -87,6 +91,7 @@ class Engine:
                 max_model_len=self.max_model_len,
                 shapes=self.blueprint.step_shapes,
                 enable_prefix_caching=config.enable_prefix_caching,
+                drafter=self._make_drafter(),
             )
             self.runner = self._make_runner(model)
             self.runner.warm_up(progress)
@@ -114,7 +119,21 @@ class Engine:
             seed=self.config.seed,
             form=self.blueprint.form,
             mirrors_pool=self.blueprint.mirrors_pool,
+            speculation=self.config.speculative_config,
         )
+
+    def _make_drafter(self) -> Drafter | None:
+        """Who proposes tokens, if anybody."""
+        speculation = self.config.speculative_config
+        if speculation is None:
+            return None
+        if speculation.method != "ngram":
+            raise UnsupportedCombination(
+                "this version drafts with the speculation method 'ngram' alone",
+                method=speculation.method,
+                architecture=self.model_config.architecture,
+            )
+        return NgramDrafter(speculation)
 
     @property
     def _kv_platform(self) -> str:
@@ -209,18 +228,23 @@ class Engine:
         self.scheduler.abort(request_id)
 
     def step(self) -> list[TokenOutput]:
-        """Dispatch the next step, then wait for the one before and commit its tokens."""
+        """Dispatch the next step, then wait for the one before and commit its tokens.
+
+        With speculation in the other order, so that the device rests while the next step is
+        planned: its drafts follow from the tokens.
+        """
         self._check_alive()
         self._is_dead = True  # until the end: a step that was interrupted cannot be gone on from
         if self._handoff is not None:
             self._handoff.apply(self.scheduler.remote)
+        accepted = self.drain() if self.scheduler.drafting.is_on else []
         plan = self.scheduler.schedule()
         following = None
         if plan is not None and not isinstance(plan, Drain):
             following = self.runner.dispatch(plan)
             self._num_steps += 1
         self._is_blocked = plan is None and self._in_flight is None
-        outputs = self.drain()
+        outputs = [*accepted, *self.drain()]
         self._in_flight = following
         self._is_dead = False
         return outputs
@@ -254,6 +278,7 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Gauges, counters since the start, and what the memory of the arrays says."""
         stats, audits = self.scheduler.stats(), self.runner.audits
+        drafting = self.scheduler.drafting
         return {
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,
@@ -271,7 +296,8 @@ class Engine:
             "compiled_shapes": self.runner.shape_names,
             "kv_bytes_per_rank": self.runner.pool_bytes,
             "kv_tokens_capacity": self.pool_shapes.num_pages * self.config.virtual_page_size,
-            "acceptance_length": 1.0,
+            "acceptance_length": drafting.counts.mean_length,
+            "speculation": drafting.counts.as_stats() if drafting.is_on else None,
             "kv_transfer": None if self._handoff is None else self._handoff.stats(),
             "mesh": dict(self._mesh.shape),
             "cp_kv_cache_interleave_size": self.config.interleave,

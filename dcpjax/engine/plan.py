@@ -1,10 +1,11 @@
 """One step in words: its segments, and the shapes that are compiled for it. Host only."""
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dcpjax.engine.request import Request
+from dcpjax.engine.request import NO_DRAFTS, Drafts, Request
 from dcpjax.errors import ConfigError
 
 
@@ -14,7 +15,8 @@ class Segment:
 
     ``samples``: these are the last tokens known so far, so the step yields the next one.
     ``token_is_pending``: the single token of this decode segment was sampled by the step before
-    and is still on the device.
+    and is still on the device. ``drafts`` are computed behind the single token of a decode segment,
+    and are not among its ``num_tokens``.
     """
 
     request: Request
@@ -22,10 +24,22 @@ class Segment:
     num_tokens: int
     samples: bool
     token_is_pending: bool = False
+    drafts: Drafts = NO_DRAFTS
 
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that the step computes, those that may be rejected included."""
+        return self.num_tokens + self.drafts.count
+
+
+def verification(request: Request) -> Segment:
+    """The decode segment of a running request: its last token, and the drafts that it has now."""
+    drafts, request.drafts = request.drafts, NO_DRAFTS
+    return dataclasses.replace(next_segment(request, 1), drafts=drafts)
 
 
 def next_segment(request: Request, at_most: int) -> Segment:
@@ -40,7 +54,8 @@ def next_segment(request: Request, at_most: int) -> Segment:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: decode segments of one token each, and prompt chunks of at most ``prefill_width``.
+    """One step: decode segments of one token and its drafts each, and prompt chunks of at most
+    ``prefill_width``.
 
     ``started`` are the requests that got their slot with this plan, first time or after a
     preemption: whatever the device keeps per slot begins anew for them. A request has at most one
@@ -76,21 +91,32 @@ class StepShapes:
         decode_rows: numbers of decode segments.
         prefill: (rows, width) of the prompt blocks.
         fixed_cost: what a step costs beside its prompt tokens, counted in prompt tokens.
+        decode_widths: tokens of a decode segment, drafts included, ascending. Beside prompts all
+            have the last one.
     """
 
     decode_rows: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
     fixed_cost: int = 64
+    decode_widths: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         sizes = [*self.decode_rows, *(size for shape in self.prefill for size in shape)]
-        if not self.decode_rows or not self.prefill or min(sizes) < 1 or self.fixed_cost < 0:
+        sizes += self.decode_widths
+        filled = self.decode_rows and self.prefill and self.decode_widths
+        if not filled or min(sizes) < 1 or self.fixed_cost < 0:
             raise ConfigError(
-                "a step has decode rows and prefill (rows, width), each at least 1",
+                "a step has decode rows, decode widths and prefill (rows, width), each at least 1",
                 decode_rows=self.decode_rows,
+                decode_widths=self.decode_widths,
                 prefill=self.prefill,
                 fixed_cost=self.fixed_cost,
             )
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that fit into a decode segment."""
+        return max(self.decode_widths) - 1
 
     @property
     def max_prefill_rows(self) -> int:

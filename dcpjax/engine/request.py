@@ -53,6 +53,17 @@ class TokenOutput:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """Tokens that one request may go on with. ``token_ids`` None: only the device knows them."""
+
+    count: int
+    token_ids: tuple[int, ...] | None = None
+
+
+NO_DRAFTS = Drafts(0, ())
+
+
 class Status(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"  # has pages and a slot; its KV is on the way from another engine
@@ -73,7 +84,8 @@ class Request:
 
     ``num_pending`` is 0 or 1 when a step is planned, and 2 only between planning a step and
     committing the one before it. ``num_scheduled`` counts tokens whose keys and values are, or will
-    be, in pages, pending ones included. Requests with different ``cache_salt`` share no pages.
+    be, in pages, pending ones included. Drafts count nowhere until they are accepted: then they are
+    tokens of the sequence, and computed. Requests with different ``cache_salt`` share no pages.
     """
 
     request_id: str
@@ -98,6 +110,7 @@ class Request:
     num_pending: int = 0
     num_preemptions: int = 0
     num_cached_at_start: int | None = None
+    drafts: Drafts = NO_DRAFTS  # that the next step of it verifies
     slot: int | None = None  # row of the per-sequence sampling state, held while running
 
     @property

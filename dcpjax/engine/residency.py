@@ -33,10 +33,11 @@ class Residency:
         self.has_prefix_cache = enable_prefix_caching
 
     def num_missing(self, request: Request) -> int:
-        """Pages that a running request lacks for computing its next tokens."""
+        """Pages that a running request lacks for computing its next tokens and its drafts."""
         if not request.can_continue:
             return 0
-        wanted = self._pool.num_pages_for(request.num_tokens + request.num_pending)
+        stop = request.num_tokens + request.num_pending + request.drafts.count
+        wanted = self._pool.num_pages_for(stop)
         return max(wanted - len(request.page_ids), 0)
 
     def grow(self, request: Request) -> None:

@@ -21,21 +21,18 @@ from jax.sharding import Mesh, PartitionSpec
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.parts import KV
 from dcpjax.cache.pool import Pools, PoolShapes, allocate_pools
-from dcpjax.config import Progress
+from dcpjax.config import Progress, SpeculativeConfig
 from dcpjax.engine.audit import StepAudit, audit_step
+from dcpjax.engine.device_drafting import DeviceDrafter
+from dcpjax.engine.device_tokens import DeviceTokens
+from dcpjax.engine.packing import all_shapes, pack, positions_of, rows_of, smallest_fitting
 from dcpjax.engine.page_tables import PageTables
-from dcpjax.engine.plan import Segment, StepPlan, StepShapes
+from dcpjax.engine.plan import StepPlan, StepShapes
 from dcpjax.engine.pool_mirror import PoolMirror
-from dcpjax.engine.request import TokenLogprobs
+from dcpjax.engine.request import Request, TokenLogprobs
 from dcpjax.engine.sampler import SampledTokens, Sampler, SamplingForm
-from dcpjax.engine.step import (
-    FROM_HOST,
-    StepResult,
-    StepShape,
-    fetch_logits,
-    gather_logits,
-    make_step,
-)
+from dcpjax.engine.step import StepResult, StepShape, fetch_logits, gather_logits, make_step
+from dcpjax.engine.verification import Verifier
 from dcpjax.errors import AuditError
 from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import ALL_RANKS
@@ -47,20 +44,29 @@ from dcpjax.transfer.memory import RankMemory
 class Dispatched:
     """A step on its way: its plan, and its tokens once somebody waits for them.
 
-    ``ends`` is an output of the step itself, on every device.
+    ``ends`` is an output of the step itself, on every device. With a ``verifier`` the step had
+    drafts, those that the host does not know in ``drafts`` by request id.
     """
 
     plan: StepPlan
     tokens: SampledTokens
     ends: Array
+    verifier: Verifier | None = None
+    drafts: Callable[[], dict[str, np.ndarray]] = dict
 
     def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
-        """As :meth:`SampledTokens.wait`, when the step writes into no page any more.
+        """The new tokens of each sampling segment, and log-probabilities where asked for, when the
+        step writes into no page any more.
 
         A device may be the last to write: the tokens, read from one of them, do not tell.
         """
         jax.block_until_ready(self.ends)
-        return self.tokens.wait()
+        sampled, logprobs = self.tokens.wait()
+        if self.verifier is None:
+            return sampled, logprobs
+        tokens = self.verifier.accept(self.plan.sampling, sampled, self.drafts())
+        counts = map(len, tokens)
+        return tokens, [items[:n] for items, n in zip(logprobs, counts, strict=True)]
 
 
 class Runner:
@@ -80,16 +86,21 @@ class Runner:
         seed: int,
         form: StepForm = DYNAMIC,
         mirrors_pool: bool = False,
+        speculation: SpeculativeConfig | None = None,
+        drafter: DeviceDrafter | None = None,
     ) -> None:
         self._model, self._mesh, self._sharding = model, mesh, sharding
         self._vocab_size, self._form = vocab_size, form
-        self._shapes = _step_shapes(shapes, table_widths)
+        self._shapes = all_shapes(shapes, table_widths)
         self._max_rows = max(shape.rows for shape in self._shapes)
+        self._max_outputs = max(shape.num_outputs for shape in self._shapes)
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
         self._pools = allocate_pools(pool_shapes, mesh)
         self._pool_shapes = pool_shapes
-        self._previous = jax.device_put(np.zeros(self._max_rows, np.int32), self._replicated)
-        self._previous_rows: dict[str, int] = {}
+        self._page_tokens = sharding.ranks * sharding.page_size
+        width = max(shapes.decode_widths)
+        self._tokens = DeviceTokens(self._max_rows, width, self._replicated, drafter)
+        self._yields_hidden = drafter is not None
         self._rank_ids = jax.device_put(
             np.arange(mesh.size, dtype=np.uint32),
             jax.sharding.NamedSharding(mesh, PartitionSpec(ALL_RANKS)),
@@ -99,13 +110,15 @@ class Runner:
             jax.devices("cpu")[0] if form.samples_on_host else mesh.devices.flat[0],
             vocab_size=vocab_size,
             max_num_seqs=max_num_seqs,
-            max_rows=self._max_rows,
+            max_rows=self._max_outputs,
             seed=seed,
+            width=width,
         )
         self._gather = {
-            shape.rows: gather_logits(mesh, vocab_size, self._sampler.bucket(shape.rows))
-            for shape in self._shapes
+            rows: gather_logits(mesh, vocab_size, self._sampler.bucket(rows))
+            for rows in {shape.num_outputs for shape in self._shapes}
         }
+        self._verifier = speculation and Verifier(speculation, self._sampler.seed_words)
         self._tables = PageTables(max_num_seqs, max(table_widths), pool_shapes.scratch_page)
         self._mirror = PoolMirror(pool_shapes.by_part[KV], mesh) if mirrors_pool else None
         self.audits: tuple[StepAudit, ...] = ()
@@ -198,10 +211,11 @@ class Runner:
             self._mesh,
             vocab_size=self._vocab_size,
             max_rows=self._max_rows,
+            max_outputs=self._max_outputs,
+            yields_hidden=self._yields_hidden,
         )
         packed = jax.ShapeDtypeStruct((shape.packed_size,), jnp.int32, sharding=self._replicated)
-        arguments = (self._model.parameters, self._pools, packed, self._previous, self._rank_ids)
-        return self.compile_step(step, arguments, str(shape))
+        return self.compile_step(step, self._arguments(packed), str(shape))
 
     def compile_step(self, step: Callable, arguments: tuple, name: str) -> Callable:
         """What runs a step: the function compiled for such arguments, the pools donated."""
@@ -217,9 +231,11 @@ class Runner:
         The first run of a program takes longer than the next ones.
         """
         before = self._addresses()
-        result = self._dispatch_forward(shape, self._pack(shape, StepPlan()))
+        packed = self._pack(shape, StepPlan())
+        result = self._dispatch_forward(shape, packed)
         sampled = self._sampler.sample(self._whole_logits(result.logits), {})
-        self._previous = jax.block_until_ready(jax.device_put(sampled.ids, self._replicated))
+        self._keep(shape, packed, result, sampled.ids, {})
+        jax.block_until_ready(self._tokens.array)
         if (after := self._addresses()) != before:
             raise AuditError(
                 "a step moved the KV pools", step=str(shape), before=before, after=after
@@ -232,26 +248,44 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Start a step. Returns at once; the next plan may build on its tokens."""
-        shape = self._shape_of(plan)
+        shape = smallest_fitting(self._shapes, plan, self._page_tokens)
         for request in plan.started:
             self._tables.start(request)
             self._sampler.start(request)
-        result = self._dispatch_forward(shape, self._pack(shape, plan))
-        sampling = {row: s.request for row, s in _rows(plan, shape) if s.samples}
-        if all(request.params.is_greedy for request in sampling.values()):
+        packed = self._pack(shape, plan)
+        result = self._dispatch_forward(shape, packed)
+        sampling = positions_of(plan, shape)
+        drafts = self._tokens.read_drafts()
+        if all(position.request.params.is_greedy for position in sampling.values()):
             tokens = SampledTokens(result.tokens, sampling)
-            self._previous = result.tokens
         else:
             tokens = self._sampler.sample(self._whole_logits(result.logits), sampling)
-            self._previous = jax.device_put(tokens.ids, self._replicated)
-        self._previous_rows = {request.request_id: row for row, request in sampling.items()}
-        return Dispatched(plan, tokens, result.tokens)
+        requests = {row: s.request for row, s in rows_of(plan, shape) if s.samples}
+        self._keep(shape, packed, result, tokens.ids, requests)
+        return Dispatched(plan, tokens, result.tokens, self._verifier, drafts)
+
+    def _keep(
+        self,
+        shape: StepShape,
+        packed: np.ndarray,
+        result: StepResult,
+        sampled: Array,
+        requests: dict[int, Request],
+    ) -> None:
+        """Leave what the next step needs on the devices."""
+        self._pools = self._tokens.keep(
+            shape, packed, result, sampled, requests, self._sampler.seed_words
+        )
 
     def _dispatch_forward(self, shape: StepShape, packed: np.ndarray) -> StepResult:
-        arguments = (self._model.parameters, self._pools, packed, self._previous, self._rank_ids)
-        result = StepResult(*self._steps[shape](*arguments))
+        result = StepResult(*self._steps[shape](*self._arguments(packed)))
         self._pools = result.pools
         return result
+
+    def _arguments(self, packed: Any) -> tuple[Any, ...]:
+        """Of a step, see ``make_step``."""
+        previous = self._tokens.array
+        return self._model.parameters, self._pools, packed, previous, self._rank_ids
 
     def _whole_logits(self, logits: Array) -> Array | np.ndarray:
         """All logits, on the first device or where they are sampled."""
@@ -259,59 +293,9 @@ class Runner:
             return fetch_logits(logits, self._vocab_size, self._sampler.bucket(logits.shape[0]))
         return self._gather[logits.shape[0]](logits).addressable_shards[0].data
 
-    def _shape_of(self, plan: StepPlan) -> StepShape:
-        """The smallest compiled shape that the plan fits into."""
-        stop = max((segment.stop for segment in plan.segments), default=0)
-        num_pages = -(-stop // (self._sharding.ranks * self._sharding.page_size))
-        fitting = (
-            shape
-            for shape in self._shapes
-            if shape.table_width >= num_pages
-            and shape.decode_rows >= len(plan.decode)
-            and shape.prefill_rows >= len(plan.prefill)
-            and (not plan.prefill or shape.prefill_width >= plan.prefill_width)
-        )
-        return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows, shape.table_width))
-
     def _pack(self, shape: StepShape, plan: StepPlan) -> np.ndarray:
-        """The plan as one int32 array; unused rows have no tokens and only scratch pages."""
-        packed = np.zeros(shape.packed_size, np.int32)
-        views = shape.views(packed)
-        views["page_tables"][:] = self._pool_shapes.scratch_page
-        views["sources"][:] = FROM_HOST
-        for row, segment in _rows(plan, shape):
-            table = self._tables.of(segment.request)
-            views["page_tables"][row] = table[: shape.table_width]
-            views["prior_lengths"][row] = segment.start
-            views["num_tokens"][row] = segment.num_tokens
-            if segment.token_is_pending:
-                views["sources"][row] = self._previous_rows[segment.request.request_id]
-            else:
-                start = self._first_token(shape, row)
-                views["token_ids"][start : start + segment.num_tokens] = segment.request.tokens(
-                    segment.start, segment.stop
-                )
-        return packed
-
-    def _first_token(self, shape: StepShape, row: int) -> int:
-        """Index of a row's first token among all tokens."""
-        if row < shape.decode_rows:
-            return row
-        return shape.decode_rows + (row - shape.decode_rows) * shape.prefill_width
-
-
-def _step_shapes(shapes: StepShapes, table_widths: Sequence[int]) -> list[StepShape]:
-    """Decode alone in every size; prompts beside the most decode rows, which then cost little."""
-    most = max(shapes.decode_rows)
-    blocks = [(rows, 0, 0) for rows in shapes.decode_rows]
-    blocks += [(most, rows, width) for rows, width in shapes.prefill]
-    return [StepShape(*block, width) for width in table_widths for block in blocks]
-
-
-def _rows(plan: StepPlan, shape: StepShape) -> list[tuple[int, Segment]]:
-    """The plan's segments with their rows in the step."""
-    decode = list(enumerate(plan.decode))
-    return decode + list(enumerate(plan.prefill, start=shape.decode_rows))
+        scratch_page = self._pool_shapes.scratch_page
+        return pack(plan, shape, self._tables, scratch_page, self._tokens.rows)
 
 
 def _memory(share: Array, device: jax.Device) -> RankMemory:

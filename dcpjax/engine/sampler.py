@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from dcpjax.sampling import (
     sample,
 )
 
+T = TypeVar("T")
+
 _BIAS_WIDTH = MAX_BIASED_TOKENS + MAX_STOP_TOKEN_IDS + 4  # and a few end-of-sequence ids
 _NO_TOKEN = -1
 _TAKEN_FROM_PARAMS = (
@@ -36,8 +38,8 @@ _TAKEN_FROM_PARAMS = (
     "presence_penalty",
     "frequency_penalty",
 )
-_ROW_BUCKETS = (1, 4)
-"""Rows that sampling is compiled for, beside the most that a step has."""
+_SEGMENT_BUCKETS = (1, 4)
+"""Decode segments whose rows sampling is compiled for, beside the most rows that a step has."""
 _FLAGS = ((False, False), (True, False), (True, True))
 """(with_filters, with_logprobs) that are compiled."""
 
@@ -55,29 +57,56 @@ class SamplingForm:
         return f"sampling of {self.rows}{extras}"
 
 
+class Position(NamedTuple):
+    """Which token of a request a row chooses: ``offset`` behind the next one."""
+
+    request: Request
+    offset: int = 0
+
+    @property
+    def output_index(self) -> int:
+        return self.request.next_output_index + self.offset
+
+
 @dataclass(frozen=True)
 class SampledTokens:
-    """Tokens of one step on the device; ``ids`` has one entry per row of the step, and padding."""
+    """Tokens of one step on the device; ``ids`` has one entry per output of the step, and padding.
+
+    The ``rows`` of a segment follow each other, in the order of its tokens.
+    """
 
     ids: Array
-    rows: Mapping[int, Request]
+    rows: Mapping[int, Position]
     details: SampleResult | None = None
 
     def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
-        """Tokens, and log-probabilities where asked for, of each sampling row in order."""
+        """Tokens, and log-probabilities where asked for, of each sampling segment in order."""
         ids = np.asarray(self.ids)
-        tokens = [[int(ids[row])] for row in self.rows]
+        tokens = self._by_segment({row: int(ids[row]) for row in self.rows})
         if self.details is None:
             return tokens, [[] for _ in tokens]
         details = {name: np.asarray(value) for name, value in self.details._asdict().items()}
-        return tokens, [
-            [] if request.params.logprobs is None else [_token_logprobs(details, row, request)]
-            for row, request in self.rows.items()
-        ]
+        logprobs = self._by_segment(
+            {row: _token_logprobs(details, row, self.rows[row].request) for row in self.rows}
+        )
+        return tokens, [[item for item in items if item is not None] for items in logprobs]
+
+    def _by_segment(self, values: Mapping[int, T]) -> list[list[T]]:
+        """Values of rows as those of each segment."""
+        segments: list[list[T]] = []
+        for row, position in self.rows.items():
+            if position.offset == 0:
+                segments.append([])
+            segments[-1].append(values[row])
+        return segments
 
 
-def _token_logprobs(details: dict[str, np.ndarray], row: int, request: Request) -> TokenLogprobs:
-    wanted = request.params.logprobs or 0
+def _token_logprobs(
+    details: dict[str, np.ndarray], row: int, request: Request
+) -> TokenLogprobs | None:
+    wanted = request.params.logprobs
+    if wanted is None:
+        return None
     ids, logprobs = (details[name][row, :wanted].tolist() for name in ("top_ids", "top_logprobs"))
     top = zip(ids, logprobs, strict=True)
     return TokenLogprobs(
@@ -93,15 +122,25 @@ class Sampler:
 
     Args:
         device: where logits arrive and tokens are chosen.
+        max_rows: outputs of a step at most.
         seed: requests without a seed of their own derive one from this and their id.
+        width: outputs of a decode segment.
     """
 
     def __init__(
-        self, device: jax.Device, *, vocab_size: int, max_num_seqs: int, max_rows: int, seed: int
+        self,
+        device: jax.Device,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_rows: int,
+        seed: int,
+        width: int = 1,
     ) -> None:
         self._place = jax.sharding.SingleDeviceSharding(device)
         self._seed, self._vocab_size = seed, vocab_size
         self._max_rows, self._no_slot = max_rows, max_num_seqs
+        self._buckets = (*(width * segments for segments in _SEGMENT_BUCKETS), max_rows)
         self._state: SamplingState = jax.jit(
             partial(init_state, max_num_seqs, vocab_size), out_shardings=self._place
         )()
@@ -110,7 +149,7 @@ class Sampler:
 
     def bucket(self, rows: int) -> int:
         """Rows that logits of ``rows`` rows are padded to: few, they take long to compile."""
-        return min(size for size in (*_ROW_BUCKETS, self._max_rows) if size >= rows)
+        return min(size for size in self._buckets if size >= rows)
 
     @property
     def programs(self) -> list[SamplingForm]:
@@ -154,9 +193,9 @@ class Sampler:
         row = (np.asarray([request.slot], np.int32), counts[None], in_prompt[None])
         self._state = self._reset(self._state, *jax.device_put(row, self._place))
 
-    def sample(self, logits: Array | np.ndarray, rows: Mapping[int, Request]) -> SampledTokens:
+    def sample(self, logits: Array | np.ndarray, rows: Mapping[int, Position]) -> SampledTokens:
         """Choose tokens for these rows of ``logits`` [rows, V]; returns at once."""
-        params = [request.params for request in rows.values()]
+        params = [position.request.params for position in rows.values()]
         with_logprobs = any(p.logprobs is not None for p in params)
         with_filters = with_logprobs or any(p.has_filters for p in params)
         program = self._programs[SamplingForm(logits.shape[0], with_filters, with_logprobs)]
@@ -166,7 +205,7 @@ class Sampler:
         ids, result, self._state = program(logits, inputs, self._state)
         return SampledTokens(ids, rows, result if with_logprobs else None)
 
-    def _inputs(self, rows: Mapping[int, Request], num_rows: int) -> dict[str, np.ndarray]:
+    def _inputs(self, rows: Mapping[int, Position], num_rows: int) -> dict[str, np.ndarray]:
         """Parameters of all rows; those that do not sample are greedy, in the spare slot."""
         inputs = {
             "temperature": np.zeros(num_rows, np.float32),
@@ -182,22 +221,23 @@ class Sampler:
             "bias_ids": np.full((num_rows, _BIAS_WIDTH), _NO_TOKEN, np.int32),
             "bias_values": np.zeros((num_rows, _BIAS_WIDTH), np.float32),
         }
-        for row, request in rows.items():
-            self._fill(inputs, row, request)
+        for row, position in rows.items():
+            self._fill(inputs, row, position)
         return inputs
 
-    def _fill(self, inputs: dict[str, np.ndarray], row: int, request: Request) -> None:
+    def _fill(self, inputs: dict[str, np.ndarray], row: int, position: Position) -> None:
+        request = position.request
         for name in _TAKEN_FROM_PARAMS:
             inputs[name][row] = getattr(request.params, name)
         inputs["top_k"][row] = min(request.params.top_k, self._vocab_size)
-        inputs["seed"][row] = self._seed_words(request)
-        inputs["counter"][row] = request.next_output_index
+        inputs["seed"][row] = self.seed_words(request)
+        inputs["counter"][row] = position.output_index
         inputs["slot"][row] = request.slot
-        for place, (token, value) in enumerate(_biases(request)):
+        for place, (token, value) in enumerate(_biases(position)):
             inputs["bias_ids"][row, place] = token
             inputs["bias_values"][row, place] = value
 
-    def _seed_words(self, request: Request) -> np.ndarray:
+    def seed_words(self, request: Request) -> np.ndarray:
         """64 bits: of the request's own seed, else of the engine's seed and the request's id."""
         own = request.params.seed
         name = f"request {own}" if own is not None else f"engine {self._seed} {request.request_id}"
@@ -228,11 +268,11 @@ def check_biases(request: Request) -> None:
         )
 
 
-def _biases(request: Request) -> list[tuple[int, float]]:
+def _biases(position: Position) -> list[tuple[int, float]]:
     """The request's logit biases; before ``min_tokens`` the tokens that would end it are banned."""
-    params = request.params
+    request, params = position.request, position.request.params
     biases = list(params.logit_bias)
-    if request.next_output_index < params.min_tokens:
+    if position.output_index < params.min_tokens:
         endings = _endings(request)
         biases = [pair for pair in biases if pair[0] not in endings]
         biases += [(token, -np.inf) for token in sorted(endings)]

@@ -4,6 +4,11 @@ The engine calls ``schedule`` while the step before is still running and commits
 dispatching the new one. So a plan may continue a request by a token that only the device knows,
 and a committed step may hold results of a request that has ended since: they are dropped.
 
+With a drafter there is no look-ahead: how far a request has come is known when its step is
+committed, and the next one is planned from there. Drafts get pages like the tokens of a step, but
+nobody loses any for them. The keys and values of rejected ones stay where they are, behind the
+computed tokens: the tokens that come there are written before anybody reads.
+
 Invariants:
 
 * Requests start in the order of arrival and are preempted from the latest on, so the first one
@@ -16,15 +21,17 @@ Invariants:
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 
 from dcpjax.cache.prefix import PagePool
+from dcpjax.engine.counters import Counters, SchedulerStats
+from dcpjax.engine.drafting import Drafter, Drafting
 from dcpjax.engine.lineup import Lineup
 from dcpjax.engine.plan import Drain as Drain
 from dcpjax.engine.plan import Segment as Segment
 from dcpjax.engine.plan import StepPlan as StepPlan
 from dcpjax.engine.plan import StepShapes as StepShapes
-from dcpjax.engine.plan import next_segment
+from dcpjax.engine.plan import next_segment, verification
 from dcpjax.engine.remote_work import RemoteWork
 from dcpjax.engine.request import (
     FinishReason,
@@ -38,27 +45,13 @@ from dcpjax.engine.residency import Admission, Residency
 from dcpjax.errors import ConfigError, RequestError
 
 
-@dataclass(frozen=True)
-class SchedulerStats:
-    """Gauges of now and counters since the start; prefix counters are in prompt tokens."""
-
-    num_running: int
-    num_waiting: int
-    num_preemptions: int
-    num_prefix_queries: int
-    num_prefix_hits: int
-    num_prompt_tokens: int
-    num_generation_tokens: int
-    page_usage: float
-
-
 class Scheduler:
     """Continuous batching, first come first served.
 
-    Each step gives one token to every sequence that is being generated and computes chunks of the
-    first prompts beside. A request that starts gets the pages of all its known tokens and of the
-    next one; where pages run out later, the latest request is preempted and recomputed. ``remote``
-    is told how loads and exports end.
+    Each step gives one token to every sequence that is being generated, more where drafts are
+    accepted, and computes chunks of the first prompts beside. A request that starts gets the pages
+    of all its known tokens and of the next one; where pages run out later, the latest request is
+    preempted and recomputed. ``remote`` is told how loads and exports end.
     """
 
     def __init__(
@@ -69,6 +62,7 @@ class Scheduler:
         max_model_len: int,
         shapes: StepShapes,
         enable_prefix_caching: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         if max_num_seqs > max(shapes.decode_rows):
             raise ConfigError(
@@ -83,11 +77,8 @@ class Scheduler:
         self._lineup = Lineup(self._residency, max_num_seqs)
         self.remote = RemoteWork(pool, self._residency, self._lineup)
         self._uncommitted: deque[StepPlan] = deque()
-        self._num_preemptions = 0
-        self._num_prefix_queries = 0
-        self._num_prefix_hits = 0
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
+        self.drafting = Drafting(drafter, shapes.max_drafts)
+        self._counters = Counters()
 
     @property
     def has_work(self) -> bool:
@@ -98,12 +89,8 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._lineup.running),
             num_waiting=len(self._lineup.waiting),
-            num_preemptions=self._num_preemptions,
-            num_prefix_queries=self._num_prefix_queries,
-            num_prefix_hits=self._num_prefix_hits,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generation_tokens=self._num_generation_tokens,
             page_usage=self._pool.usage,
+            **asdict(self._counters),
         )
 
     def add(self, request: Request) -> None:
@@ -136,7 +123,7 @@ class Scheduler:
         return self._lineup.take_ended()
 
     def schedule(self) -> StepPlan | Drain | None:
-        """Plan the next step; at most one step is uncommitted when it is called.
+        """Plan the next step. At most one is uncommitted when it is called, none with a drafter.
 
         Returns:
             None when there is nothing to compute before the step in flight is committed, and
@@ -145,13 +132,19 @@ class Scheduler:
             flight.
         """
         assert len(self._uncommitted) <= 1, "a third step was planned before the first's commit"
+        running = self._lineup.running
+        if self.drafting.is_on:
+            assert not self._uncommitted, "drafts follow from the commit of the step before"
+            self.drafting.propose(running.values())
+            if self._num_missing_pages() > self._pool.num_available:
+                self.drafting.forget(running.values())
         if self._num_missing_pages() > self._pool.num_available:
             if self._uncommitted:
                 return Drain.DRAIN
             self._preempt_until_pages_suffice()
-        for request in self._lineup.running.values():
+        for request in running.values():
             self._residency.grow(request)
-        ready = [request for request in self._lineup.running.values() if request.can_continue]
+        ready = [request for request in running.values() if request.can_continue]
         generating = [request for request in ready if request.num_uncomputed == 1]
         prompts = [request for request in ready if request.num_uncomputed > 1]
         admissions, loading = self._admissible(self._shapes.max_prefill_rows - len(prompts))
@@ -159,7 +152,7 @@ class Scheduler:
         rows, width = self._shapes.best_prefill(remaining)
         started = self._start(admissions[: max(rows - len(prompts), 0)], loading)
         plan = StepPlan(
-            decode=tuple(next_segment(request, 1) for request in generating),
+            decode=tuple(verification(request) for request in generating),
             prefill=tuple(next_segment(request, width) for request in [*prompts[:rows], *started]),
             prefill_width=width,
             started=(*self._lineup.landed, *started),
@@ -179,7 +172,8 @@ class Scheduler:
         """Take the results of the oldest uncommitted plan.
 
         Args:
-            sampled: the new tokens of each of ``plan.sampling``, at least one each.
+            sampled: the new tokens of each of ``plan.sampling``: its accepted drafts, if any, and
+                one more.
             logprobs: the same shape; empty entries where a request asked for none.
 
         Returns:
@@ -196,7 +190,7 @@ class Scheduler:
         outputs = self.take_ended()
         for segment, tokens, details in zip(plan.sampling, sampled, logprobs, strict=True):
             if segment.request.status is Status.RUNNING:
-                outputs.append(self._append(segment.request, tokens, details))
+                outputs.append(self._append(segment, tokens, details))
         return outputs
 
     def check_integrity(self) -> None:
@@ -225,7 +219,7 @@ class Scheduler:
             assert not is_alone, "a request alone does not fit into the pool"
             assert not request.num_pending, "a request with a token in flight is preempted"
             request.num_preemptions += 1
-            self._num_preemptions += 1
+            self._counters.num_preemptions += 1
             self.remote.withdraw(request)
             self._lineup.requeue(request)
 
@@ -261,22 +255,15 @@ class Scheduler:
         in_order = sorted([*prompts, *loading], key=lambda admission: admission.request.place)
         self._lineup.start(in_order)
         for admission in in_order:
-            self._count_start(admission.request)
+            self._counters.add_start(
+                admission.request, has_prefix_cache=self._residency.has_prefix_cache
+            )
         for admission in loading:
             self.remote.begin_load(admission.request)
         for admission in prompts:
             if admission.request.exports_early:
                 self.remote.begin_export(admission.request)
         return [admission.request for admission in prompts]
-
-    def _count_start(self, request: Request) -> None:
-        if request.num_cached_at_start is not None:
-            return  # started before: recomputation is neither new work nor a hit
-        request.num_cached_at_start = request.num_cached
-        self._num_prompt_tokens += request.num_tokens
-        if self._residency.has_prefix_cache:
-            self._num_prefix_queries += request.num_tokens
-            self._num_prefix_hits += request.num_cached
 
     # Results and the end
 
@@ -286,14 +273,22 @@ class Scheduler:
             self.remote.advance(segment.request, segment.stop)
 
     def _append(
-        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self, segment: Segment, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> TokenOutput:
+        request = segment.request
         request.num_pending -= 1
-        assert len(tokens) == 1 or not request.num_pending, "look-ahead knows one token per step"
-        accepted, reason, stop_token = request.append(tokens)
-        self._num_generation_tokens += len(accepted)
+        assert len(tokens) <= 1 + segment.drafts.count, "more drafts are accepted than there were"
+        self.drafting.counts.add(segment.drafts.count, len(tokens) - 1)
+        added, reason, stop_token = request.append(tokens)
+        self._counters.num_generation_tokens += len(added)
+        self._note_accepted(segment, len(added) - 1)
         if reason is not None:
             if request.exports_kv:
                 self.remote.export(request)
             self._lineup.finish(request)
-        return request.output(accepted, reason, stop_token, logprobs[: len(accepted)])
+        return request.output(added, reason, stop_token, logprobs[: len(added)])
+
+    def _note_accepted(self, segment: Segment, num_accepted: int) -> None:
+        """Drafts have become tokens of their request; the last token is not computed yet."""
+        segment.request.num_scheduled += num_accepted
+        self._residency.register(segment.request, segment.stop, segment.stop + num_accepted)

@@ -23,29 +23,59 @@ from dcpjax.models.weights import PlacedModel
 
 _NO_ID = float(2**24)  # above every token id
 FROM_HOST = -1
-"""Source of a token id that the host knows; else the row of the previous step's tokens."""
+"""Source of tokens that the host knows; else the row among those that the devices have."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """The static shape of a step: a block of single tokens and a block of prompt chunks."""
+    """The static shape of a step: a block of decode segments and a block of prompt chunks.
+
+    A decode segment is the last token of a sequence and ``decode_width − 1`` drafts. The step has
+    an output for each of its tokens, and one for each prompt chunk, behind its last token.
+    """
 
     decode_rows: int
     prefill_rows: int
     prefill_width: int
     table_width: int
+    decode_width: int = 1
 
     @property
     def rows(self) -> int:
         return self.decode_rows + self.prefill_rows
 
     @property
+    def num_decode_tokens(self) -> int:
+        return self.decode_rows * self.decode_width
+
+    @property
     def num_tokens(self) -> int:
-        return self.decode_rows + self.prefill_rows * self.prefill_width
+        return self.num_decode_tokens + self.prefill_rows * self.prefill_width
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_decode_tokens + self.prefill_rows
+
+    def first_token(self, row: int) -> int:
+        """Index of a row's first token among all tokens."""
+        if row < self.decode_rows:
+            return row * self.decode_width
+        return self.num_decode_tokens + (row - self.decode_rows) * self.prefill_width
+
+    def first_output(self, row: int) -> int:
+        """Index of a row's first output among all outputs."""
+        if row < self.decode_rows:
+            return row * self.decode_width
+        return self.num_decode_tokens + row - self.decode_rows
+
+    @property
+    def blocks(self) -> str:
+        """Rows and width of both blocks as a word."""
+        decode = f"{self.decode_rows}x{self.decode_width}"
+        return f"{decode}+{self.prefill_rows}x{self.prefill_width}"
 
     def __str__(self) -> str:
-        blocks = f"{self.decode_rows}x1+{self.prefill_rows}x{self.prefill_width}"
-        return f"{blocks} of {self.table_width} pages"
+        return f"{self.blocks} of {self.table_width} pages"
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Shape of each array in the packed input, in order; decode rows come first."""
@@ -73,14 +103,17 @@ class StepShape:
 
 STEP_OUTPUTS = (POOL_SPEC, PartitionSpec(), PartitionSpec(None, ALL_RANKS))
 """How the members of a StepResult lie on the mesh; the first holds for every pool."""
+HIDDEN_OUTPUT = PartitionSpec()
+"""The same of ``hidden``."""
 
 
 class StepResult(NamedTuple):
-    """What a step leaves on the devices."""
+    """What a step leaves on the devices; ``hidden`` of all tokens where a drafter needs it."""
 
     pools: Pools
-    tokens: Integer[Array, " max_rows"]  # the most likely next token of each row, replicated
-    logits: Float[Array, "rows V"]  # split over the vocabulary, padding included
+    tokens: Integer[Array, " max_outputs"]  # the most likely token of each output, replicated
+    logits: Float[Array, "outputs V"]  # split over the vocabulary, padding included
+    hidden: Float[Array, "T E"] | None = None  # before the last norm, replicated
 
 
 def make_step(
@@ -91,34 +124,43 @@ def make_step(
     *,
     vocab_size: int,
     max_rows: int,
-) -> Callable[..., tuple[Pools, Array, Array]]:
-    """The step of one shape: (parameters, pools, packed, previous, rank ids) to a StepResult."""
+    max_outputs: int,
+    yields_hidden: bool = False,
+) -> Callable[..., tuple[Any, ...]]:
+    """The step of one shape: (parameters, pools, packed, previous, rank ids) to a StepResult.
+
+    ``previous`` [max_rows · W] has, row by row, the last token of a sequence and its drafts, for
+    those whose source is such a row; W is at least the decode width. Without drafts that is what
+    the step before has sampled.
+    """
 
     def on_rank(parameters, pools, packed, previous, rank_ids):
         decoder = model.merge(parameters)
         inputs = shape.views(packed)
         rank = rank_ids[0]
         blocks = _blocks(shape, inputs, decode_dcp_rank(rank, sharding.ranks), sharding)
-        tokens = _token_ids(shape, inputs, previous)
+        tokens = token_ids(shape, inputs, previous.reshape(max_rows, -1))
         hidden, pools = decoder.hidden_states(tokens, blocks, pools, rank.astype(jnp.int32))
-        last = jnp.take(hidden, _last_tokens(shape, inputs), axis=0, mode="clip")
+        last = jnp.take(hidden, _output_tokens(shape, inputs), axis=0, mode="clip")
         logits = decoder.logits(last)
         best = _most_likely(logits, rank.astype(jnp.int32), vocab_size)
-        return pools, jnp.pad(best, (0, max_rows - shape.rows)), logits
+        best = jnp.pad(best, (0, max_outputs - shape.num_outputs))
+        return (pools, best, logits, hidden) if yields_hidden else (pools, best, logits)
 
     whole = PartitionSpec()
     return jax.shard_map(
         on_rank,
         mesh=mesh,
         in_specs=(model.partitions, POOL_SPEC, whole, whole, PartitionSpec(ALL_RANKS)),
-        out_specs=STEP_OUTPUTS,
+        out_specs=(*STEP_OUTPUTS, HIDDEN_OUTPUT) if yields_hidden else STEP_OUTPUTS,
         check_vma=False,  # an all-gather makes values equal on all ranks, which JAX cannot tell
     )
 
 
 def _blocks(shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: TokenSharding):
     """The decode and the prompt block; lengths as uint32: division without sign handling."""
-    parts = ((1, 0, shape.decode_rows), (shape.prefill_width, shape.decode_rows, shape.rows))
+    decode_rows = shape.decode_rows
+    parts = ((shape.decode_width, 0, decode_rows), (shape.prefill_width, decode_rows, shape.rows))
     return tuple(
         make_block(
             width,
@@ -133,19 +175,23 @@ def _blocks(shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: T
     )
 
 
-def _token_ids(shape: StepShape, inputs: dict[str, Array], previous: Array) -> Array:
-    """Token ids of all blocks; a decode token may still be on the device."""
+def token_ids(
+    shape: StepShape, inputs: dict[str, Array], previous: Integer[Array, "rows W"]
+) -> Integer[Array, " T"]:
+    """Token ids of all blocks; those of a decode segment may still be on the device."""
     ids, sources = inputs["token_ids"], inputs["sources"]
-    pending = jnp.take(previous, jnp.maximum(sources, 0), axis=0, mode="clip")
-    decode = jnp.where(sources == FROM_HOST, ids[: shape.decode_rows], pending)
-    return jnp.concatenate([decode, ids[shape.decode_rows :]])
+    known = ids[: shape.num_decode_tokens].reshape(shape.decode_rows, shape.decode_width)
+    rows = previous[:, : shape.decode_width]
+    pending = jnp.take(rows, jnp.maximum(sources, 0), axis=0, mode="clip")
+    decode = jnp.where((sources == FROM_HOST)[:, None], known, pending)
+    return jnp.concatenate([decode.reshape(-1), ids[shape.num_decode_tokens :]])
 
 
-def _last_tokens(shape: StepShape, inputs: dict[str, Array]) -> Array:
-    """Index of each row's last real token among all tokens."""
-    decode = jnp.arange(shape.decode_rows, dtype=jnp.int32)
+def _output_tokens(shape: StepShape, inputs: dict[str, Array]) -> Integer[Array, " outputs"]:
+    """Index among all tokens of each one that has an output: of a chunk the last real one."""
+    decode = jnp.arange(shape.num_decode_tokens, dtype=jnp.int32)
     counts = inputs["num_tokens"][shape.decode_rows :]
-    starts = shape.decode_rows + shape.prefill_width * jnp.arange(
+    starts = shape.num_decode_tokens + shape.prefill_width * jnp.arange(
         shape.prefill_rows, dtype=jnp.int32
     )
     return jnp.concatenate([decode, starts + jnp.maximum(counts - 1, 0)])

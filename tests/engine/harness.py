@@ -99,6 +99,7 @@ class StepHarness:
             self.mesh,
             vocab_size=config.vocab_size,
             max_rows=shape.rows,
+            max_outputs=shape.num_outputs,
         )
         self.pools = {
             name: self._pool_of_nan(pool, layout.dcp) for name, pool in self.pool_shapes.items()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dcpjax.engine.request import TokenLogprobs
-from dcpjax.engine.sampler import SampledTokens, Sampler, check_biases
+from dcpjax.engine.sampler import Position, SampledTokens, Sampler, check_biases
 from dcpjax.errors import RequestError
 from dcpjax.sampling import SampleResult
 from tests.engine.serving import request_of
@@ -16,8 +16,8 @@ VOCAB = 20
 def sampled(logprobs: int | None) -> SampledTokens:
     """Two rows of three; row 0 did not sample."""
     rows = {
-        1: request_of("a", [1], logprobs=logprobs),
-        2: request_of("b", [1]),
+        1: Position(request_of("a", [1], logprobs=logprobs)),
+        2: Position(request_of("b", [1])),
     }
     details = SampleResult(
         tokens=np.asarray([0, 7, 8]),

@@ -75,10 +75,16 @@ def test_prefill_shape_gives_most_tokens_for_its_cost(remaining, shape) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"decode_rows": ()}, {"prefill": ()}, {"prefill": ((0, 4),)}, {"fixed_cost": -1}],
+    [
+        {"decode_rows": ()},
+        {"prefill": ()},
+        {"prefill": ((0, 4),)},
+        {"fixed_cost": -1},
+        {"decode_widths": ()},
+    ],
 )
 def test_impossible_shapes_are_refused(changes) -> None:
-    with pytest.raises(ConfigError, match="decode rows and prefill"):
+    with pytest.raises(ConfigError, match="decode rows, decode widths and prefill"):
         StepShapes(**{"decode_rows": (1,), "prefill": ((1, 4),), **changes})
 
 
