@@ -20,7 +20,7 @@ from dcpjax.cache.pool import POOL_SPEC, PoolShapes
 from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.pool_mirror import MOVED_PAGES
-from dcpjax.engine.step import FROM_HOST, StepShape, make_step
+from dcpjax.engine.step import FROM_HOST, SAMPLED, StepShape, make_step
 from dcpjax.mesh import ALL_RANKS, mesh_axes
 from dcpjax.models.checkpoint import open_checkpoint
 from dcpjax.models.weights import PlacedModel, outline_model
@@ -275,6 +275,7 @@ def _packed_ranges(deployment: Deployment, shape: StepShape, max_rows: int) -> I
     bounds = {
         "token_ids": (0, deployment.blueprint.model.vocab_size - 1),
         "sources": (FROM_HOST, max_rows - 1),
+        "following": (SAMPLED, deployment.blueprint.model.vocab_size - 1),
         "page_tables": (0, deployment.pools.scratch_page),
         "prior_lengths": (0, longest - 1),
         "num_tokens": (0, max(shape.decode_width, shape.prefill_width)),

@@ -12,6 +12,7 @@ LATENT = "latent"
 INDEXER = "indexer"
 DRAFT_LATENT = "draft_latent"
 DRAFT_INDEXER = "draft_indexer"
+DRAFT_PARTS = frozenset((DRAFT_LATENT, DRAFT_INDEXER))
 
 
 @dataclass(frozen=True)

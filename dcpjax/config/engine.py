@@ -18,6 +18,7 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a"]
 PrefillGather = Literal["none", "q"]
 LoadFormat = Literal["auto", "dummy"]
+IndexKV = Literal["sharded", "replicated"]
 Device = Literal["auto", "cpu", "gpu", "neuron"]
 KVDTypeName = Literal["auto", "float32", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3"]
 StepFormName = Literal["auto", "dynamic", "static", "unrolled"]
@@ -58,6 +59,11 @@ class EngineConfig:
     )
     prefill_gather: PrefillGather = _option(
         "none", "none: each rank computes all tokens of a chunk; q: tokens split, queries gathered"
+    )
+    index_kv: IndexKV = _option(
+        "sharded",
+        "keys of a sparse model's indexer; replicated: whole on every DCP rank, for one exchange "
+        "less in each layer that chooses",
     )
     block_size: int = _option(16, "tokens of one page of one rank")
     max_model_len: int | None = _option(None, "longest sequence; default: what the model allows")
@@ -160,6 +166,11 @@ class EngineConfig:
             return self.cp_kv_cache_interleave_size
         is_transferred = self.kv_transfer_config is not None
         return self.block_size if is_transferred and self.decode_context_parallel_size > 1 else 1
+
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether the model's own draft layer is used."""
+        return self.speculative_config is not None and self.speculative_config.method == "mtp"
 
     @property
     def head_groups(self) -> int:

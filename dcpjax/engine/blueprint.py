@@ -103,7 +103,13 @@ class Blueprint:
     def sharding(self) -> Sharding:
         """How the model is spread over the mesh."""
         config = self.config
-        return Sharding(self.heads, config.dcp_comm_backend, config.prefill_gather, self.form)
+        return Sharding(
+            self.heads,
+            config.dcp_comm_backend,
+            config.prefill_gather,
+            self.form,
+            self.has_whole_index,
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -119,7 +125,12 @@ class Blueprint:
     @cached_property
     def parts(self) -> tuple[CachePart, ...]:
         """What is cached of each token."""
-        return cache_parts(self.model)
+        return cache_parts(self.model, has_whole_index=self.has_whole_index)
+
+    @property
+    def has_whole_index(self) -> bool:
+        """Whether every DCP rank keeps the indexer's keys of all tokens."""
+        return self.config.index_kv == "replicated"
 
     def pool_shapes(self, num_pages: int) -> PoolShapes:
         """The pools with so many usable pages on each rank."""

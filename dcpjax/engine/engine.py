@@ -17,19 +17,21 @@ from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
+from dcpjax.engine.device_drafting import DeviceDrafter
 from dcpjax.engine.drafting import Drafter, NgramDrafter
 from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
 from dcpjax.engine.kv_backends import prepare_backend
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_staging import StagingArea
+from dcpjax.engine.mtp_drafter import MtpDrafter
 from dcpjax.engine.plan import Drain
 from dcpjax.engine.remote_kv import KVLoad
 from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
 from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
-from dcpjax.errors import EngineDeadError, RequestError, UnsupportedCombination
+from dcpjax.errors import EngineDeadError, RequestError
 from dcpjax.layout import KVPlacement
 from dcpjax.mesh import decode_mesh, find_devices, prefill_mesh
 from dcpjax.models.checkpoint import Checkpoint, fingerprint
@@ -84,6 +86,7 @@ class Engine:
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
             self.pool_shapes = self._choose_pools()  # takes what the weights have left
+            drafter = self._make_drafter(model)
             self._pages = PagePool(self.pool_shapes.num_pages, config.virtual_page_size)
             self.scheduler = Scheduler(
                 self._pages,
@@ -91,9 +94,10 @@ class Engine:
                 max_model_len=self.max_model_len,
                 shapes=self.blueprint.step_shapes,
                 enable_prefix_caching=config.enable_prefix_caching,
-                drafter=self._make_drafter(),
+                drafter=drafter,
             )
-            self.runner = self._make_runner(model)
+            device_drafter = drafter if isinstance(drafter, MtpDrafter) else None
+            self.runner = self._make_runner(model, device_drafter)
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
         self._wake: Callable[[], None] = lambda: None
@@ -106,7 +110,7 @@ class Engine:
         sharding, dtype = self.blueprint.sharding, self.blueprint.dtype
         return place_model(checkpoint, sharding, self._mesh, dtype, progress)
 
-    def _make_runner(self, model: PlacedModel) -> Runner:
+    def _make_runner(self, model: PlacedModel, drafter: DeviceDrafter | None) -> Runner:
         return self.runner_type(
             model,
             self._mesh,
@@ -120,20 +124,24 @@ class Engine:
             form=self.blueprint.form,
             mirrors_pool=self.blueprint.mirrors_pool,
             speculation=self.config.speculative_config,
+            drafter=drafter,
         )
 
-    def _make_drafter(self) -> Drafter | None:
+    def _make_drafter(self, model: PlacedModel) -> Drafter | None:
         """Who proposes tokens, if anybody."""
         speculation = self.config.speculative_config
         if speculation is None:
             return None
-        if speculation.method != "ngram":
-            raise UnsupportedCombination(
-                "this version drafts with the speculation method 'ngram' alone",
-                method=speculation.method,
-                architecture=self.model_config.architecture,
-            )
-        return NgramDrafter(speculation)
+        if speculation.method == "ngram":
+            return NgramDrafter(speculation)
+        return MtpDrafter(
+            model,
+            self._mesh,
+            self.blueprint.token_sharding(self.pool_shapes),
+            speculation,
+            vocab_size=self.model_config.vocab_size,
+            is_audited=self.blueprint.form.is_audited,
+        )
 
     @property
     def _kv_platform(self) -> str:

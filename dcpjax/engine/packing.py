@@ -7,7 +7,7 @@ import numpy as np
 from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import Segment, StepPlan, StepShapes
 from dcpjax.engine.sampler import Position
-from dcpjax.engine.step import FROM_HOST, StepShape
+from dcpjax.engine.step import FROM_HOST, SAMPLED, StepShape
 
 
 def all_shapes(shapes: StepShapes, table_widths: Sequence[int]) -> list[StepShape]:
@@ -58,6 +58,7 @@ def pack(
     views = shape.views(packed)
     views["page_tables"][:] = scratch_page
     views["sources"][:] = FROM_HOST
+    views["following"][:] = SAMPLED
     for row, segment in rows_of(plan, shape):
         views["page_tables"][row] = tables.of(segment.request)[: shape.table_width]
         views["prior_lengths"][row] = segment.start
@@ -71,6 +72,9 @@ def pack(
                 *known,
                 *segment.drafts.token_ids,
             ]
+        if row >= shape.decode_rows and not segment.samples:
+            (behind,) = segment.request.tokens(segment.stop, segment.stop + 1)
+            views["following"][row - shape.decode_rows] = behind
     return packed
 
 

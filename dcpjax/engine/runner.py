@@ -141,7 +141,8 @@ class Runner:
 
     def _shards(self) -> list[Any]:
         """Each device's share of each pool."""
-        return [shard for pool in self._pools.values() for shard in pool.addressable_shards]
+        pools = jax.tree.leaves(self._pools)
+        return [shard for pool in pools for shard in pool.addressable_shards]
 
     @property
     def memory(self) -> tuple[RankMemory, ...]:

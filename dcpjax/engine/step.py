@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Integer
 
-from dcpjax.attention.block import TokenSharding, make_block
+from dcpjax.attention.block import Block, TokenSharding, make_block
 from dcpjax.cache.pool import POOL_SPEC, Pools
 from dcpjax.layout import decode_dcp_rank
 from dcpjax.mesh import ALL_RANKS
@@ -24,6 +24,8 @@ from dcpjax.models.weights import PlacedModel
 _NO_ID = float(2**24)  # above every token id
 FROM_HOST = -1
 """Source of tokens that the host knows; else the row among those that the devices have."""
+SAMPLED = -1
+"""Instead of the token behind a prompt chunk: the step itself chooses it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class StepShape:
             "page_tables": (self.rows, self.table_width),
             "prior_lengths": (self.rows,),
             "num_tokens": (self.rows,),
+            "following": (self.prefill_rows,),
         }
 
     @property
@@ -138,12 +141,12 @@ def make_step(
         decoder = model.merge(parameters)
         inputs = shape.views(packed)
         rank = rank_ids[0]
-        blocks = _blocks(shape, inputs, decode_dcp_rank(rank, sharding.ranks), sharding)
+        blocks = make_blocks(shape, inputs, decode_dcp_rank(rank, sharding.ranks), sharding)
         tokens = token_ids(shape, inputs, previous.reshape(max_rows, -1))
         hidden, pools = decoder.hidden_states(tokens, blocks, pools, rank.astype(jnp.int32))
         last = jnp.take(hidden, _output_tokens(shape, inputs), axis=0, mode="clip")
         logits = decoder.logits(last)
-        best = _most_likely(logits, rank.astype(jnp.int32), vocab_size)
+        best = most_likely(logits, rank.astype(jnp.int32), vocab_size)
         best = jnp.pad(best, (0, max_outputs - shape.num_outputs))
         return (pools, best, logits, hidden) if yields_hidden else (pools, best, logits)
 
@@ -157,7 +160,9 @@ def make_step(
     )
 
 
-def _blocks(shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: TokenSharding):
+def make_blocks(
+    shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: TokenSharding
+) -> tuple[Block, ...]:
     """The decode and the prompt block; lengths as uint32: division without sign handling."""
     decode_rows = shape.decode_rows
     parts = ((shape.decode_width, 0, decode_rows), (shape.prefill_width, decode_rows, shape.rows))
@@ -197,7 +202,7 @@ def _output_tokens(shape: StepShape, inputs: dict[str, Array]) -> Integer[Array,
     return jnp.concatenate([decode, starts + jnp.maximum(counts - 1, 0)])
 
 
-def _most_likely(logits: Float[Array, "R v"], rank: Array, vocab_size: int) -> Integer[Array, " R"]:
+def most_likely(logits: Float[Array, "R v"], rank: Array, vocab_size: int) -> Integer[Array, " R"]:
     """Argmax over the whole vocabulary from each rank's share, ties to the lowest id.
 
     As :mod:`dcpjax.sampling` has it: NaN counts as −inf, a row without a finite logit yields 0.

@@ -37,6 +37,7 @@ def load_engine(
     checkpoint = open_checkpoint(
         config.model,
         weights=config.load_format != "dummy",
+        draft_layers=None if config.drafts_with_model else False,
         progress=None if progress is None else _in_percent(progress),
     )
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.parts import KV, cache_parts
 from dcpjax.cache.pool import POOL_AXES, PoolShape, part_shape
-from dcpjax.engine.step import FROM_HOST, StepResult, StepShape, make_step
+from dcpjax.engine.step import FROM_HOST, SAMPLED, StepResult, StepShape, make_step
 from dcpjax.form import FORMS
 from dcpjax.mesh import ALL_RANKS, HeadLayout, decode_mesh, sharding
 from dcpjax.models.checkpoint import Checkpoint
@@ -75,7 +75,13 @@ class StepHarness:
         heads = HeadLayout(config.num_heads, config.num_kv_heads, layout.tp, layout.dcp)
         self.model = place_model(
             checkpoint,
-            Sharding(heads, layout.exchange, layout.prefill_gather, FORMS[layout.form], layout.index == "replicated"),
+            Sharding(
+                heads,
+                layout.exchange,
+                layout.prefill_gather,
+                FORMS[layout.form],
+                layout.index == "replicated",
+            ),
             self.mesh,
             dtype,
         )
@@ -156,6 +162,7 @@ class StepHarness:
         views = shape.views(packed)
         views["page_tables"][:] = self.pool_shape.scratch_page
         views["sources"][:] = FROM_HOST
+        views["following"][:] = SAMPLED
         chunks = views["token_ids"][shape.decode_rows :].reshape(shape.prefill_rows, -1)
         rows = [*enumerate(decode), *enumerate(prefill, start=shape.decode_rows)]
         for row, piece in rows:
