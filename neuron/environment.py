@@ -16,17 +16,14 @@ from rich.table import Table
 
 from dcpjax.cli.options import SectionCommand, option
 from neuron.machine import check_machine, look
+from neuron.options import COMMAND
 from neuron.settings import COORDINATOR, Finding, Situation, check_settings
 
 EXIT_WRONG = 1
 _STYLES = {"ok": "green", "advice": "yellow", "wrong": "bold red"}
 
 
-@click.command(
-    "neuron.environment",
-    cls=SectionCommand,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.command("neuron.environment", cls=SectionCommand, context_settings=COMMAND)
 @option("Situation", "--nodes", default=1, help="machines that run one engine together")
 @option("Situation", "--lnc", default=2, help="physical cores of a logical one, as compiled")
 @option("Situation", "--transfer", is_flag=True, help="KV moves between engines")
@@ -74,4 +71,4 @@ def _show(findings: Sequence[Finding]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="python -m neuron.environment")

@@ -20,6 +20,7 @@ from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.pool_mirror import MOVED_PAGES
 from dcpjax.engine.step import FROM_HOST, StepShape, make_step
+from dcpjax.errors import ConfigError
 from dcpjax.mesh import ALL_RANKS, mesh_axes
 from dcpjax.models.checkpoint import open_checkpoint
 from dcpjax.models.weights import PlacedModel, outline_model
@@ -38,7 +39,7 @@ class Deployment:
     """One engine on one kind of chip.
 
     Args:
-        config: its settings; ``device`` is "neuron".
+        config: its settings, whatever its ``device``.
         draft_tokens: tokens of a multi-token segment (verification of speculated ones).
 
     Raises:
@@ -191,6 +192,12 @@ def find_calls(deployment: Deployment, *, all_buckets: bool = True) -> list[Call
 
 def _step_shapes(deployment: Deployment) -> list[tuple[ProgramKind, StepShape]]:
     blueprint, config = deployment.blueprint, deployment.config
+    if not 1 <= deployment.draft_tokens <= blueprint.max_model_len:
+        raise ConfigError(
+            "a segment has at least one token, and at most those of the longest sequence",
+            draft_tokens=deployment.draft_tokens,
+            max_model_len=blueprint.max_model_len,
+        )
     shapes = blueprint.step_shapes
     most = max(shapes.decode_rows)
     found: list[tuple[ProgramKind, StepShape]] = []

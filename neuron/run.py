@@ -28,6 +28,7 @@ from neuron.errors import EnvironmentSettingError, ManifestError
 from neuron.machine import neuron_chips
 from neuron.manifest import Manifest, Neff, ProgramRecord, Wanted, check_cores, load_manifest
 from neuron.nrt import RunError, require_nrtpy
+from neuron.options import COMMAND
 from neuron.ranks import Measurement, RankJob, time_ranks
 from neuron.settings import (
     LNC,
@@ -73,11 +74,7 @@ class Place:
         ]
 
 
-@click.command(
-    "neuron.run",
-    cls=SectionCommand,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.command("neuron.run", cls=SectionCommand, context_settings=COMMAND)
 @option("Measurement", "--program", "names", multiple=True, help="only this one; repeatable")
 @option("Measurement", "--iterations", type=click.IntRange(1), default=20, help="timed runs")
 @option("Measurement", "--warmup", type=click.IntRange(0), default=5, help="runs before them")
@@ -239,4 +236,4 @@ def _table(timings: Sequence[Timing]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="python -m neuron.run")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.config import EngineConfig, KVTransferConfig
-from neuron.check import engine_programs
+from neuron.programs import Deployment, build_programs
 from neuron.report import report
 from neuron.targets import find_target
 
@@ -70,7 +70,7 @@ def main() -> int:
             **settings,
         )
         chip = find_target(target)
-        programs = engine_programs(config, chip, LNC, 4, all_buckets=False)
+        programs = build_programs(Deployment(config, chip, LNC), all_buckets=False)
         reports = [report(program, chip, lnc=LNC) for program in programs]
         findings = [str(finding) for one in reports for finding in one.errors]
         shown = " ".join(f"{value}" for value in settings.values() if value is not PRODUCER)
