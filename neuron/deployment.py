@@ -85,7 +85,7 @@ class Deployment:
         weights = rows * model.hidden_size * self.blueprint.dtype.itemsize
         if weights // self.config.tensor_parallel_size > limit:
             raise TargetError(
-                "a core holds its share of the weights",
+                "a core holds its weights: more ranks share them",
                 weight_bytes=weights,
                 tensor_parallel_size=self.config.tensor_parallel_size,
                 hbm_bytes=limit,

@@ -24,13 +24,7 @@ from rich.table import Table
 
 from dcpjax.cli.options import SectionCommand, option
 from dcpjax.cli.progress import LoadingProgress
-from neuron.errors import EnvironmentSettingError, ManifestError
-from neuron.machine import neuron_chips
-from neuron.manifest import Manifest, Neff, ProgramRecord, Wanted, check_cores, load_manifest
-from neuron.nrt import RunError, require_nrtpy
-from neuron.options import COMMAND
-from neuron.ranks import Measurement, RankJob, time_ranks
-from neuron.settings import (
+from dcpjax.config.neuron_settings import (
     LNC,
     PROCESS_DEVICES,
     PROCESS_INDEX,
@@ -41,6 +35,12 @@ from neuron.settings import (
     require,
     visible_cores,
 )
+from neuron.errors import EnvironmentSettingError, ManifestError
+from neuron.machine import neuron_chips
+from neuron.manifest import Manifest, Neff, ProgramRecord, Wanted, check_cores, load_manifest
+from neuron.nrt import RunError, require_nrtpy
+from neuron.options import COMMAND
+from neuron.ranks import Measurement, RankJob, time_ranks
 from neuron.targets import find_target
 
 
@@ -145,7 +145,7 @@ def find_place(manifest: Manifest, environ: Mapping[str, str], nodes: int, node:
     """Ranks, cores and environment of this node.
 
     Raises:
-        NeuronError: the machine or its settings are not what the programs were compiled for.
+        DcpjaxError: the machine or its settings are not what the programs were compiled for.
     """
     ranks = local_ranks(manifest.world_size, nodes, node)
     return Place(
@@ -173,7 +173,7 @@ def rank_environment(manifest: Manifest, environ: Mapping[str, str], nodes: int)
     """What a rank's process has to have set, beside what is set already.
 
     Raises:
-        EnvironmentSettingError: something is set that cannot be.
+        ConfigError: something is set that cannot be.
     """
     added: dict[str, str] = {}
     if LNC not in environ:

@@ -176,7 +176,7 @@ def test_two_builds_are_equal_to_the_byte(tmp_path):
 def test_sizes_that_are_slips_are_refused_at_once(tmp_path, field):
     path = Path(write_config("llama-70b", tmp_path))
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: 2**63}))
-    with pytest.raises(TargetError, match="a core holds its share of the weights"):
+    with pytest.raises(TargetError, match="a core holds its weights"):
         build_programs(deployment(str(path), 32, 4))
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from dcpjax.errors import ConfigError
 from neuron import run
 from neuron.errors import EnvironmentSettingError, ManifestError
 from neuron.manifest import Manifest
@@ -280,7 +281,7 @@ def test_the_environment_of_a_rank(manifest: Manifest) -> None:
 
 
 def test_several_nodes_need_a_meeting_point_and_efa(manifest: Manifest) -> None:
-    with pytest.raises(EnvironmentSettingError, match="NEURON_RT_ROOT_COMM_ID") as error:
+    with pytest.raises(ConfigError, match="NEURON_RT_ROOT_COMM_ID") as error:
         rank_environment(manifest, {}, 2)
     assert "FI_PROVIDER" in str(error.value)
     assert "NEURON_PJRT" not in str(error.value)  # this is not the plugin
