@@ -43,7 +43,7 @@ from neuron.options import (
     machine_options,
     program_options,
 )
-from neuron.output import add_result, start_output, write_programs
+from neuron.output import add_result, open_output, write_programs
 from neuron.program import Program, ProgramKind
 from neuron.report_text import show_findings
 from neuron.summary import show_summary
@@ -139,20 +139,24 @@ def main(**options: Any) -> None:
     programs = _lower(calls)
     if options["checks"]:
         _check(programs, target, options)
-    start_output(options["output"])
-    written = write_programs(programs, options["output"])
-    records = [record for record, _ in written]
-    results: tuple[Compiled | Failed, ...] = ()
-    if driver is not None:
+    with open_output(options["output"]):
+        written = write_programs(programs, options["output"])
         jobs = [_job(record, hlo, flags, options["optlevel"]) for record, hlo in written]
-        results = _compile(driver, jobs, workers)
-        records = [
-            add_result(*pair, options["output"]) for pair in zip(records, results, strict=True)
-        ]
-    write_manifest(_manifest(config, options, records), options["output"])
+        results = () if driver is None else _compile(driver, jobs, workers)
+        records = _with_results([record for record, _ in written], results, options["output"])
+        write_manifest(_manifest(config, options, records), options["output"])
     show_summary(records, results, as_json=options["as_json"])
     if any(isinstance(result, Failed) for result in results):
         raise click.exceptions.Exit(EXIT_FAILED)
+
+
+def _with_results(
+    records: Sequence[ProgramRecord], results: Sequence[Compiled | Failed], folder: Path
+) -> Sequence[ProgramRecord]:
+    """The records with their NEFFs, copied into the folder; as they are without results."""
+    if not results:
+        return records
+    return [add_result(*pair, folder) for pair in zip(records, results, strict=True)]
 
 
 def _driver(options: dict[str, Any]) -> Driver:

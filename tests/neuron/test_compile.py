@@ -3,6 +3,7 @@
 The programs come from the engine elsewhere; here they are tiny, and the compiler is a fake.
 """
 
+import errno
 import json
 import os
 import re
@@ -22,8 +23,8 @@ from neuron import compile as command
 from neuron.cache import NeffCache
 from neuron.errors import ManifestError
 from neuron.lint import Finding, Rule
-from neuron.manifest import load_manifest
-from neuron.output import write_programs
+from neuron.manifest import load_manifest, write_manifest
+from neuron.output import open_output, write_programs
 from neuron.program import Program, ProgramKind
 from neuron.targets import Target, find_target
 from tests.neuron.fake_compiler import FakeCompiler, ends, wait_for
@@ -308,6 +309,56 @@ def test_a_folder_that_cannot_be_made_is_said(stage: Stage, in_the_way: str) -> 
     result = stage.run()
     assert result.exit_code == 2
     assert f"{in_the_way}'" in result.output and "can be written" in result.output
+
+
+def test_a_file_that_cannot_be_written_ends_the_run(stage: Stage) -> None:
+    """The output has no manifest then, so nothing half-written is taken as whole."""
+    (stage.output / "decode.neff").mkdir(parents=True)
+    result = stage.run()
+    assert result.exit_code == 2
+    assert "the output folder can be written" in result.output
+    assert stage.files() == {"decode.neff", "decode.hlo_module.pb", "prefill.hlo_module.pb", "logs"}
+    (stage.output / "decode.neff").rmdir()
+    assert stage.run().exit_code == 0
+    load_manifest(stage.output)
+
+
+@pytest.mark.parametrize(
+    ("full", "words"), [("output", "output folder"), ("cache", "cache folder")]
+)
+def test_a_full_disk_is_said(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, full: str, words: str
+) -> None:
+    sync = os.fsync
+
+    def no_space(descriptor: int) -> None:
+        folder = stage.output if full == "output" else stage.cache
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", no_space)
+        result = stage.run()
+    assert result.exit_code == 2
+    assert f"the {full} folder can be written" in result.output and "No space left" in result.output
+    with pytest.raises(ManifestError, match="writes it last"):
+        load_manifest(stage.output)
+    assert not [name for name in stage.files() if name.endswith(".part")]
+    assert stage.run().exit_code == 0
+    load_manifest(stage.output)
+
+
+def test_one_run_at_a_time_writes_a_folder(stage: Stage) -> None:
+    stage.run()
+    before = load_manifest(stage.output)
+    with open_output(stage.output):
+        write_manifest(before, stage.output)
+        result = stage.run()
+        assert load_manifest(stage.output) == before
+    assert result.exit_code == 2
+    assert "one run at a time" in result.output
+    assert stage.run().exit_code == 0
 
 
 def test_two_programs_of_one_name_are_refused(tmp_path: Path) -> None:
