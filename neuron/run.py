@@ -25,6 +25,7 @@ from rich.table import Table
 from dcpjax.cli.options import SectionCommand, option
 from dcpjax.cli.progress import LoadingProgress
 from dcpjax.config.neuron_settings import (
+    COMPILER_FLAGS,
     LNC,
     PROCESS_DEVICES,
     PROCESS_INDEX,
@@ -42,6 +43,8 @@ from neuron.nrt import RunError, require_nrtpy
 from neuron.options import COMMAND
 from neuron.ranks import Measurement, RankJob, time_ranks
 from neuron.targets import find_target
+
+MAX_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,13 @@ class Place:
     default="host",
     help="host: as an engine sees it; device: without the way there and back",
 )
-@option("Measurement", "--timeout", default=600.0, help="seconds for one program, loading included")
+@option(
+    "Measurement",
+    "--timeout",
+    type=click.FloatRange(0, MAX_SECONDS, min_open=True),
+    default=600.0,
+    help="seconds for one program, loading included",
+)
 @option("Nodes", "--nodes", type=click.IntRange(1), default=1, help="machines that run it together")
 @option("Nodes", "--node", type=click.IntRange(0), default=0, help="which of them this one is")
 @option("Output", "--json", "as_json", is_flag=True, help="print one JSON object at the end")
@@ -181,7 +190,7 @@ def rank_environment(manifest: Manifest, environ: Mapping[str, str], nodes: int)
     if ROOT_COMM not in environ and nodes == 1 and manifest.world_size > 1:
         added[ROOT_COMM] = f"127.0.0.1:{_free_port()}"
     findings = check_settings(Situation(nodes, manifest.lnc), {**environ, **added})
-    of_the_plugin = (PROCESS_DEVICES, PROCESS_INDEX)
+    of_the_plugin = (COMPILER_FLAGS, PROCESS_DEVICES, PROCESS_INDEX)
     require([item for item in findings if item.name not in of_the_plugin])
     return added
 

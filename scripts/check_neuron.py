@@ -16,6 +16,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "neuron" / "configs"
 LNC = 2
 PRODUCER = KVTransferConfig("kv_producer", "NeuronNixlConnector")
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("smollm2", "trn2", {"tensor_parallel_size": 1}),
     ("smollm2", "trn2", {"tensor_parallel_size": 9, "decode_context_parallel_size": 3}),
     ("smollm2", "trn2", {"tensor_parallel_size": 3, "step_form": "unrolled"}),
     ("llama-70b", "trn2", {"tensor_parallel_size": 32, "decode_context_parallel_size": 4}),
