@@ -56,7 +56,12 @@ def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
     try:
         devices = jax.devices(platform)
     except RuntimeError as error:
-        raise MeshError("JAX finds devices of the platform", platform=platform) from error
+        raise MeshError(
+            "JAX finds devices of the platform: its plugin is installed, and JAX_PLATFORMS, where "
+            "it is set, names it",
+            platform=platform,
+            why=str(error),
+        ) from error
     if len(devices) < count:
         raise MeshError(
             "the tensor parallel size is at most the number of devices"

@@ -14,7 +14,6 @@ share a folder of one machine; on a network file system, if that has ``flock`` a
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 import signal
@@ -30,11 +29,11 @@ import psutil
 from neuron.attempt import Attempt
 from neuron.compiler import NEFF_FILE, Compiler
 from neuron.errors import CompilerError, ManifestError
+from neuron.files import file_sha256, sha256
 
 _ENTRY_FILE = "entry.json"
 _FORMAT = 1
 _LOOK_SECONDS = 0.1
-_CHUNK = 1 << 20
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,16 +64,15 @@ def entry_key(program: bytes, arguments: Sequence[str], compiler: Compiler) -> s
     return sha256(msgspec.json.encode(parts, order="sorted"))
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+@contextlib.contextmanager
+def writing_cache(folder: Path) -> Iterator[None]:
+    """Say of which folder it was where something cannot be written: no rights, no space."""
+    try:
+        yield
+    except OSError as error:
+        raise CompilerError(
+            "the cache folder can be written", folder=str(folder), why=str(error)
+        ) from error
 
 
 class NeffCache:
@@ -87,13 +85,9 @@ class NeffCache:
             CompilerError: it cannot be made.
         """
         self.folder = folder
-        try:
+        with writing_cache(folder):
             for name in ("work", "locks", "failed"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CompilerError(
-                "the cache folder can be written", folder=str(folder), why=str(error)
-            ) from error
 
     def neff_path(self, key: str) -> Path:
         return self._entry_folder(key) / NEFF_FILE

@@ -4,17 +4,21 @@ Needs neither a Trainium device nor its compiler, nor the weights of the model. 
 program breaks a rule. 1: some do. 2: something to put right first.
 """
 
-import dataclasses
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from collections.abc import Iterable
+from typing import Any
 
 import click
 from rich.console import Console
 
 from dcpjax.cli.options import SectionCommand, option
-from dcpjax.config import EngineConfig
-from neuron.options import engine_config, engine_options, machine_options
+from neuron.options import (
+    COMMAND,
+    engine_config,
+    engine_options,
+    machine_options,
+    program_options,
+)
 from neuron.program import Program
 from neuron.report import report
 from neuron.report_text import show_report
@@ -23,34 +27,12 @@ from neuron.targets import Target, find_target
 EXIT_BROKEN = 1
 
 
-def engine_programs(
-    config: EngineConfig, target: Target, lnc: int, draft_tokens: int, *, all_buckets: bool
-) -> Sequence[Program]:
-    """The programs that an engine of these settings runs on this chip."""
-    from neuron.programs import Deployment, build_programs
-
-    on_neuron = dataclasses.replace(config, device="neuron")
-    deployment = Deployment(on_neuron, target, lnc, draft_tokens)
-    return build_programs(deployment, all_buckets=all_buckets)
-
-
-@click.command(
-    "neuron.check",
-    cls=SectionCommand,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.command("neuron.check", cls=SectionCommand, context_settings=COMMAND)
 @machine_options
 @engine_options
-@option("Programs", "--draft-tokens", default=4, help="tokens of a segment that is verified")
+@program_options
 @option("Programs", "--all-buckets", is_flag=True, help="every shape, not the largest of each kind")
-@option(
-    "Programs",
-    "--operators",
-    type=click.File(),
-    help="what neuronx-cc list-operators has printed: no program has others",
-)
 @option("Output", "--json", "as_json", is_flag=True, help="print one JSON object")
-@click.argument("model")
 def main(**options: Any) -> None:
     """Report on the steps of an engine for MODEL, and on every rule that they break.
 
@@ -60,33 +42,14 @@ def main(**options: Any) -> None:
     Example
         python -m neuron.check ./config.json --target trn2 --lnc 2 --tp 32 --dcp 4
     """
-    target = find_target(options["target"])
-    target.check_lnc(options["lnc"])
-    operators = read_operators(options["operators"])
-    programs = engine_programs(
-        engine_config(options),
-        target,
-        options["lnc"],
-        options["draft_tokens"],
-        all_buckets=options["all_buckets"],
-    )
-    if not check(programs, target, options["lnc"], operators, as_json=options["as_json"]):
+    from neuron.programs import Deployment, build_programs
+
+    target, lnc = find_target(options["target"]), options["lnc"]
+    target.check_lnc(lnc)
+    deployment = Deployment(engine_config(options), target, lnc, options["draft_tokens"])
+    programs = build_programs(deployment, all_buckets=options["all_buckets"])
+    if not check(programs, target, lnc, options["operators"], as_json=options["as_json"]):
         raise SystemExit(EXIT_BROKEN)
-
-
-def read_operators(file: TextIO | None) -> frozenset[str] | None:
-    """Opcodes from what ``neuronx-cc list-operators`` has printed, one a line; None without it.
-
-    Raises:
-        click.UsageError: the file has none.
-    """
-    if file is None:
-        return None
-    names = (line.strip().lower().replace("_", "-") for line in file)
-    operators = frozenset(name for name in names if name)
-    if not operators:
-        raise click.UsageError("--operators is a file with one opcode a line, and this is empty")
-    return operators
 
 
 def check(

@@ -10,11 +10,12 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import click
+from rich.console import Console
 
 from dcpjax.cli.options import SectionCommand, option
 from dcpjax.cli.progress import LoadingProgress
@@ -32,10 +33,19 @@ from neuron.jobs import (
     compile_all,
     default_workers,
 )
+from neuron.lint import Finding
 from neuron.manifest import FORMAT, Manifest, ProgramRecord, write_manifest
-from neuron.options import ENGINE_FIELDS, engine_config, engine_options, machine_options
-from neuron.output import add_result, start_output, write_programs
+from neuron.options import (
+    COMMAND,
+    ENGINE_FIELDS,
+    engine_config,
+    engine_options,
+    machine_options,
+    program_options,
+)
+from neuron.output import add_result, open_output, write_programs
 from neuron.program import Program, ProgramKind
+from neuron.report_text import show_findings
 from neuron.summary import show_summary
 from neuron.targets import Target, find_target
 
@@ -58,36 +68,24 @@ def engine_calls(
     """What an engine of these settings compiles on this chip."""
     from neuron.programs import Deployment, find_calls
 
-    on_neuron = dataclasses.replace(config, device="neuron")
-    return find_calls(Deployment(on_neuron, target, lnc, draft_tokens))
+    return find_calls(Deployment(config, target, lnc, draft_tokens))
 
 
 def broken_rules(
-    program: Program, target: Target, lnc: int, operators: Sequence[str] | None
-) -> list[tuple[str, bool]]:
-    """Rules of the compiler and the hardware that a program breaks: words, and whether it fails."""
-    from neuron.lint import lint
+    program: Program, target: Target, lnc: int, operators: Collection[str] | None
+) -> list[Finding]:
+    """What ``python -m neuron.check`` finds."""
+    from neuron.report import find_broken
 
-    found = lint(program, target, lnc=lnc, operators=operators)
-    return [(str(finding), finding.rule.severity == "error") for finding in found]
+    return find_broken(program, target, lnc=lnc, operators=operators)
 
 
-@click.command(
-    "neuron.compile",
-    cls=SectionCommand,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.command("neuron.compile", cls=SectionCommand, context_settings=COMMAND)
 @machine_options
 @engine_options
-@option("Programs", "--draft-tokens", default=4, help="tokens of a segment that is verified")
-@option("Programs", "--max-programs", default=MAX_PROGRAMS, help="refuse to compile more programs")
+@program_options
+@option("Programs", "--max-programs", default=MAX_PROGRAMS, help="more are refused")
 @option("Programs", "--check/--no-check", "checks", default=True, help="check them first")
-@option(
-    "Programs",
-    "--operators",
-    type=click.File(),
-    help="what neuronx-cc list-operators has printed: no program has others",
-)
 @option("Output", "--output", type=click.Path(path_type=Path), required=True, help="folder")
 @option("Output", "--hlo-only", is_flag=True, help="write the programs and compile nothing")
 @option("Output", "--json", "as_json", is_flag=True, help="print one JSON object at the end")
@@ -123,7 +121,6 @@ def broken_rules(
     help="NEFFs of earlier runs",
     show_default="in the user's cache folder",
 )
-@click.argument("model")
 def main(**options: Any) -> None:
     """Compile the steps of an engine for MODEL to NEFFs.
 
@@ -142,20 +139,24 @@ def main(**options: Any) -> None:
     programs = _lower(calls)
     if options["checks"]:
         _check(programs, target, options)
-    start_output(options["output"])
-    written = write_programs(programs, options["output"])
-    records = [record for record, _ in written]
-    results: tuple[Compiled | Failed, ...] = ()
-    if driver is not None:
+    with open_output(options["output"]):
+        written = write_programs(programs, options["output"])
         jobs = [_job(record, hlo, flags, options["optlevel"]) for record, hlo in written]
-        results = _compile(driver, jobs, workers)
-        records = [
-            add_result(*pair, options["output"]) for pair in zip(records, results, strict=True)
-        ]
-    write_manifest(_manifest(config, options, records), options["output"])
+        results = () if driver is None else _compile(driver, jobs, workers)
+        records = _with_results([record for record, _ in written], results, options["output"])
+        write_manifest(_manifest(config, options, records), options["output"])
     show_summary(records, results, as_json=options["as_json"])
     if any(isinstance(result, Failed) for result in results):
         raise click.exceptions.Exit(EXIT_FAILED)
+
+
+def _with_results(
+    records: Sequence[ProgramRecord], results: Sequence[Compiled | Failed], folder: Path
+) -> Sequence[ProgramRecord]:
+    """The records with their NEFFs, copied into the folder; as they are without results."""
+    if not results:
+        return records
+    return [add_result(*pair, folder) for pair in zip(records, results, strict=True)]
 
 
 def _driver(options: dict[str, Any]) -> Driver:
@@ -191,15 +192,18 @@ def _lower(calls: Sequence[Lowerable]) -> list[Program]:
 
 def _check(programs: Sequence[Program], target: Target, options: dict[str, Any]) -> None:
     """Show all that is broken, and end before anything is compiled if that would fail."""
-    listed = options["operators"]
-    operators = None if listed is None else listed.read().split()
+    console = Console(stderr=True, soft_wrap=True)
     num_errors = 0
     for program in programs:
-        for words, is_error in broken_rules(program, target, options["lnc"], operators):
-            click.echo(f"{program.name}: {'error' if is_error else 'warning'}: {words}", err=True)
-            num_errors += is_error
+        findings = broken_rules(program, target, options["lnc"], options["operators"])
+        if findings:
+            click.echo(program.name, err=True)
+            show_findings(findings, console)
+        num_errors += sum(finding.rule.severity == "error" for finding in findings)
     if num_errors:
-        click.echo(f"{num_errors} broken rules; --no-check compiles all the same", err=True)
+        click.echo(
+            f"rules are broken at {num_errors} places; --no-check compiles all the same", err=True
+        )
         raise click.exceptions.Exit(EXIT_FAILED)
 
 
@@ -244,4 +248,4 @@ def _manifest(
 if __name__ == "__main__":
     # As Ctrl-C: the running compilers are ended first.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    main()
+    main(prog_name="python -m neuron.compile")

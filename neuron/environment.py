@@ -15,21 +15,25 @@ from rich.markup import escape
 from rich.table import Table
 
 from dcpjax.cli.options import SectionCommand, option
+from dcpjax.config.neuron_settings import COORDINATOR, Finding, Situation, check_settings
 from neuron.machine import check_machine, look
-from neuron.settings import COORDINATOR, Finding, Situation, check_settings
+from neuron.options import COMMAND
 
 EXIT_WRONG = 1
 _STYLES = {"ok": "green", "advice": "yellow", "wrong": "bold red"}
 
 
-@click.command(
-    "neuron.environment",
-    cls=SectionCommand,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.command("neuron.environment", cls=SectionCommand, context_settings=COMMAND)
 @option("Situation", "--nodes", default=1, help="machines that run one engine together")
 @option("Situation", "--lnc", default=2, help="physical cores of a logical one, as compiled")
-@option("Situation", "--transfer", is_flag=True, help="KV moves between engines")
+@option("Situation", "--transfer", is_flag=True, help="KV moves between engines of this machine")
+@option(
+    "Situation",
+    "--transfer-between-machines",
+    "between_machines",
+    is_flag=True,
+    help="KV moves to or from engines of other machines",
+)
 @option("Situation", "--coordinator", help=f"host:port of jax.distributed; default: {COORDINATOR}")
 @option("Output", "--settings-only", is_flag=True, help="do not look at this machine's devices")
 @option("Output", "--json", "as_json", is_flag=True, help="print one JSON object")
@@ -37,6 +41,7 @@ def main(
     nodes: int,
     lnc: int,
     transfer: bool,
+    between_machines: bool,
     coordinator: str | None,
     settings_only: bool,
     as_json: bool,
@@ -47,7 +52,7 @@ def main(
     Example: two engines of one machine that hand KV over
         python -m neuron.environment --transfer
     """
-    situation = Situation(nodes, lnc, transfer, coordinator)
+    situation = Situation(nodes, lnc, transfer or between_machines, between_machines, coordinator)
     findings = check_settings(situation, os.environ)
     if not settings_only:
         findings += check_machine(situation, look())
@@ -74,4 +79,4 @@ def _show(findings: Sequence[Finding]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="python -m neuron.environment")

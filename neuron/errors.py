@@ -6,7 +6,7 @@ NeuronError
 ├── RuleError            a program breaks rules of the compiler or the hardware
 ├── CompilerError        no compiler, or one that failed
 ├── ManifestError        compiled files that do not belong to this program, or are damaged
-└── EnvironmentSettingError   an environment variable or library that Neuron needs is missing
+└── EnvironmentSettingError   what programs run with is missing: a library, or nodes for all ranks
 """
 
 from dcpjax.errors import DcpjaxError
@@ -37,4 +37,4 @@ class ManifestError(NeuronError):
 
 
 class EnvironmentSettingError(NeuronError):
-    """The process lacks a setting without which Neuron gives errors or wrong results."""
+    """Programs cannot run here: no library for it, or nodes that do not share the ranks evenly."""

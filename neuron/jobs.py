@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 
 from neuron.attempt import Attempt, Call, log_tail, run_attempt
-from neuron.cache import Entry, NeffCache, entry_key, file_sha256, sha256
+from neuron.cache import Entry, NeffCache, entry_key, writing_cache
 from neuron.compiler import NEFF_FILE, Compiler, CompilerFlags
 from neuron.errors import CompilerError, ManifestError
+from neuron.files import file_sha256, sha256
 
 GIB = 2**30
 MEMORY_PER_JOB = 16 * GIB
@@ -98,13 +99,17 @@ class Driver:
             )
 
     def compile(self, job: Job, stop: threading.Event, report: Report) -> Compiled | Failed:
-        """The NEFF of one program, from the cache or new."""
+        """The NEFF of one program, from the cache or new.
+
+        Raises:
+            CompilerError: the cache cannot be written.
+        """
         key = entry_key(job.program, job.flags.arguments(self.compiler.version), self.compiler)
 
         def say_waiting() -> None:
             report(f"{job.name}: waits for another compiler of the same program")
 
-        with self.cache.lock(key, stop, say_waiting):
+        with writing_cache(self.cache.folder), self.cache.lock(key, stop, say_waiting):
             entry = self._cached(job, key, report)
             if entry is not None:
                 return Compiled(job, entry, self.cache.neff_path(key), is_cached=True)

@@ -21,6 +21,8 @@ from jaxlib.mlir.dialects import func
 from neuron.errors import LoweringError
 from neuron.normalise import normalise
 
+_PARTITIONS = "mhlo.num_partitions"
+
 
 def abstract_mesh(shape: dict[str, int]) -> AbstractMesh:
     """A mesh of so many ranks along each axis, without devices."""
@@ -49,10 +51,15 @@ def lower(
     lowered: Any = traced.lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
     with lowered.context, ir.Location.unknown():
         module = ir.Module.parse(_bytecode(lowered))  # the other one is JAX's, which keeps it
-        _replace_main(module)
+        if _num_partitions(module) > 1:  # a lone rank's shard_map is inlined by JAX itself
+            _replace_main(module)
         main: Any = next(op for op in module.body if _is_main(op))
         is_tuple = len(main.type.results) > 1
     return normalise(_to_hlo(module, is_tuple), name, aliases)
+
+
+def _num_partitions(module: Any) -> int:
+    return module.operation.attributes[_PARTITIONS].value
 
 
 def _replace_main(module: Any) -> None:
@@ -78,7 +85,7 @@ def _replace_main(module: Any) -> None:
     with ir.InsertionPoint(entry):
         func.ReturnOp(list(end.operands))
     main.erase()
-    module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(
+    module.operation.attributes[_PARTITIONS] = ir.IntegerAttr.get(
         ir.IntegerType.get_signless(32), 1
     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from neuron.settings import Finding, Level, Situation
+from dcpjax.config.neuron_settings import Finding, Level, Situation
 
 PCI = Path("/sys/bus/pci/devices")
 
@@ -66,7 +66,7 @@ def neuron_chips(pci: Path = PCI) -> dict[str, int]:
 def check_machine(situation: Situation, machine: Machine) -> list[Finding]:
     """Every check of the machine that applies."""
     findings = [_devices(machine)]
-    if situation.nodes > 1 or situation.transfers_kv:
+    if situation.uses_fabric or situation.transfers_kv:
         level: Level = "wrong" if situation.transfers_kv else "advice"
         findings.append(_adapters(machine, level))
         findings.append(_libfabric(machine))

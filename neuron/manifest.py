@@ -9,7 +9,6 @@ chooses without them was never seen by us. The order of ``inputs`` and ``outputs
 the program's parameters and of its root's elements; ``neff_name`` is None where none was set.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Annotated, Any
 import msgspec
 
 from neuron.attempt import Attempt
-from neuron.cache import file_sha256, sha256
 from neuron.errors import ManifestError
+from neuron.files import file_sha256, sha256, write_atomically
 from neuron.hlo import entry as entry_computation
 from neuron.hlo import root
 from neuron.program import IndexRange, Program, ProgramKind, TensorSpec
@@ -31,6 +30,12 @@ FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9_.+-]*\
 Digest = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Index = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Version(msgspec.Struct, frozen=True):
+    """What is the same in every format; the rest may have another form."""
+
+    format: int
 
 
 class _Part(
@@ -167,16 +172,6 @@ def write_manifest(manifest: Manifest, folder: Path) -> Path:
     return path
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file by another content. Readers see the old or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def load_manifest(folder: Path) -> Manifest:
     """The manifest of a folder, whose files are all there and as they were written.
 
@@ -185,7 +180,13 @@ def load_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        content = path.read_bytes()
+        found = msgspec.json.decode(content, type=_Version).format
+        if found != FORMAT:
+            raise ManifestError(
+                "a manifest is of this version's format: compile again", wanted=FORMAT, found=found
+            )
+        manifest = msgspec.json.decode(content, type=Manifest)
     except OSError as error:
         raise ManifestError(
             f"a folder of compiled programs has a {MANIFEST_FILE}; python -m neuron.compile "
@@ -195,10 +196,6 @@ def load_manifest(folder: Path) -> Manifest:
         ) from error
     except msgspec.DecodeError as error:
         raise ManifestError("a manifest has its form", path=str(path), why=str(error)) from error
-    if manifest.format != FORMAT:
-        raise ManifestError(
-            "a manifest is of this version's format", wanted=FORMAT, found=manifest.format
-        )
     _check_names(manifest)
     for program in manifest.programs:
         _check_options(manifest, program)
@@ -241,9 +238,12 @@ def _check_options(manifest: Manifest, program: ProgramRecord) -> None:
 
 
 def _check_file(path: Path, wanted: str) -> None:
-    if not path.is_file():
-        raise ManifestError("the files of a manifest are there: compile again", missing=str(path))
-    found = file_sha256(path)
+    try:
+        found = file_sha256(path)
+    except OSError as error:
+        raise ManifestError(
+            "the files of a manifest are there: compile again", missing=str(path), why=str(error)
+        ) from error
     if found != wanted:
         raise ManifestError(
             "the files of a manifest are as they were written: compile again",

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
@@ -9,6 +10,9 @@ import click
 from dcpjax.cli.options import option
 from dcpjax.config import EngineConfig, KVTransferConfig
 from neuron.targets import TARGETS
+
+COMMAND = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""Settings of every command of this package, as click takes them."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -56,6 +60,41 @@ def machine_options(function: Function) -> Function:
     return option(
         "Machine", "--target", type=click.Choice(list(TARGETS)), default="trn2", help="chip"
     )(function)
+
+
+class OperatorList(click.ParamType):
+    """A file with what ``neuronx-cc list-operators`` has printed: a set of HLO's opcodes."""
+
+    name = "file"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> frozenset[str]:
+        try:
+            text = Path(value).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            self.fail(f"cannot be read: {error}", param, ctx)
+        opcodes = frozenset(word.lower().replace("_", "-") for word in text.split())
+        if not opcodes:
+            self.fail(f"{value} is empty, and a list has one opcode a line", param, ctx)
+        return opcodes
+
+
+def program_options(function: Function) -> Function:
+    """Add the model, and what is asked about its programs."""
+    function = option(
+        "Programs",
+        "--operators",
+        type=OperatorList(),
+        help="what neuronx-cc list-operators has printed: no program has others",
+    )(function)
+    function = option(
+        "Programs",
+        "--draft-tokens",
+        default=4,
+        help="tokens of a segment that is verified, as in speculation",
+    )(function)
+    return click.argument("model")(function)
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -8,37 +8,60 @@
     logs/NAME/attempt-1/      what the compiler wrote, of each attempt
 """
 
+import contextlib
+import fcntl
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from neuron.cache import file_sha256
 from neuron.errors import ManifestError
+from neuron.files import file_sha256, replacing, write_atomically
 from neuron.jobs import Compiled, Failed
 from neuron.manifest import (
     MANIFEST_FILE,
     Neff,
     ProgramRecord,
     record_program,
-    write_atomically,
 )
 from neuron.program import Program
 
 
-def start_output(folder: Path) -> None:
-    """Make the folder. A manifest of an earlier run goes first: its files are about to change.
+@contextlib.contextmanager
+def open_output(folder: Path) -> Iterator[None]:
+    """Make the folder, and be the only one that writes there.
+
+    A manifest of an earlier run goes first, as its files are about to change: without a manifest
+    nothing in the folder counts.
 
     Raises:
-        ManifestError: it cannot be made.
+        ManifestError: another process writes there, or something cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            _lock(descriptor, folder)
+            (folder / MANIFEST_FILE).unlink(missing_ok=True)
+            yield
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ManifestError(
             "the output folder can be written", folder=str(folder), why=str(error)
+        ) from error
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    """Until the descriptor is closed; the kernel does it where a process is killed."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ManifestError(
+            "one run at a time writes an output folder: wait for the other one, or take another",
+            folder=str(folder),
         ) from error
 
 
@@ -81,14 +104,13 @@ def add_result(record: ProgramRecord, result: Compiled | Failed, folder: Path) -
 
 def _copy_neff(source: Path, target: Path, sha256: str) -> None:
     """A copy, so that neither of the two changes with the other."""
-    temporary = target.with_name(f".{target.name}.copy")
-    shutil.copyfile(source, temporary)
-    found = file_sha256(temporary)
-    if found != sha256:
-        raise ManifestError(
-            "a NEFF is copied as it is", path=str(target), written=sha256, found=found
-        )
-    temporary.replace(target)
+    with replacing(target) as temporary:
+        shutil.copyfile(source, temporary)
+        found = file_sha256(temporary)
+        if found != sha256:
+            raise ManifestError(
+                "a NEFF is copied as it is", path=str(target), written=sha256, found=found
+            )
 
 
 def _copy_logs(source: Path, target: Path) -> None:

@@ -7,123 +7,29 @@ arrays that do not exist: neither the ranks' devices nor weights are needed.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from dcpjax.cache.page_moves import gather_pages, scatter_pages
 from dcpjax.cache.parts import KV
-from dcpjax.cache.pool import POOL_SPEC, PoolShapes
-from dcpjax.config import EngineConfig
-from dcpjax.engine.blueprint import Blueprint
+from dcpjax.cache.pool import POOL_SPEC
 from dcpjax.engine.pool_mirror import MOVED_PAGES
 from dcpjax.engine.step import FROM_HOST, SAMPLED, StepShape, make_step
-from dcpjax.mesh import ALL_RANKS, mesh_axes
-from dcpjax.models.checkpoint import open_checkpoint
-from dcpjax.models.weights import PlacedModel, outline_model
-from neuron.errors import TargetError
+from dcpjax.errors import ConfigError
+from dcpjax.mesh import ALL_RANKS
+from neuron.deployment import Deployment as Deployment
 from neuron.hlo import dtype_name
-from neuron.lowering import abstract_mesh, lower
+from neuron.lowering import lower
 from neuron.program import IndexRange, Program, ProgramKind, TensorSpec
-from neuron.targets import Target
-
-HBM_SHARE = 0.85
-"""Part of a core's memory that weights and pool may take; the rest is for activations."""
 
 _POOL = "pool"
 
-
-@dataclass(frozen=True)
-class Deployment:
-    """One engine on one kind of chip.
-
-    Args:
-        config: its settings; ``device`` is "neuron".
-        draft_tokens: tokens of a multi-token segment (verification of speculated ones).
-
-    Raises:
-        DcpjaxError: settings that do not fit the model or Neuron.
-    """
-
-    config: EngineConfig
-    target: Target
-    lnc: int = 2
-    draft_tokens: int = 4
-
-    def __post_init__(self) -> None:
-        ranks, cores = self.config.tensor_parallel_size, self.target.instance_cores(self.lnc)
-        if ranks > cores:
-            raise TargetError(
-                f"an engine's ranks are cores of one {self.target.name} instance",
-                tensor_parallel_size=ranks,
-                cores=cores,
-                lnc=self.lnc,
-            )
-
-    @cached_property
-    def blueprint(self) -> Blueprint:
-        checkpoint = open_checkpoint(self.config.model, weights=False)
-        fp8 = self.target.fp8[0]
-        return Blueprint(self.config, checkpoint.config, "neuron", checkpoint.dtype, fp8)
-
-    @cached_property
-    def mesh(self) -> AbstractMesh:
-        config = self.config
-        return abstract_mesh(
-            mesh_axes(
-                config.tensor_parallel_size,
-                config.decode_context_parallel_size,
-                prefill_order=config.apply_prefill_dcp,
-            )
-        )
-
-    @cached_property
-    def model(self) -> PlacedModel:
-        """The model's parameters as shapes on the mesh."""
-        blueprint = self.blueprint
-        return outline_model(blueprint.model, blueprint.sharding, self.mesh, blueprint.dtype)
-
-    @cached_property
-    def pools(self) -> PoolShapes:
-        """As many pages as were asked for, or as fit beside the weights."""
-        if self.config.num_pages is not None:
-            return self.blueprint.pool_shapes(self.config.num_pages)
-        one = self.blueprint.pool_shapes(1)
-        free = int(HBM_SHARE * self.target.hbm_bytes_per_core(self.lnc)) - self.weight_bytes
-        pages = free // one.page_bytes(self.config.head_groups) - 1
-        per_sequence = max(self.blueprint.table_widths)
-        if pages < per_sequence:
-            raise TargetError(
-                "a core holds its weights and the pages of one sequence of max_model_len",
-                weight_bytes=self.weight_bytes,
-                free_pages=max(pages, 0),
-                pages_needed=per_sequence,
-                hbm_bytes=self.target.hbm_bytes_per_core(self.lnc),
-            )
-        return one.with_pages(min(pages, self.config.max_num_seqs * per_sequence))
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Bytes of one rank's weights."""
-        return sum(
-            math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
-            for one in self.model.parameters
-        )
-
-    def array(self, shape: Sequence[int], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self.mesh, spec))
-
-    @property
-    def pool_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """One for each part of the cache."""
-        ranks = self.config.decode_context_parallel_size
-        return {
-            name: self.array(pool.array_shape(ranks), pool.storage_dtype, POOL_SPEC)
-            for name, pool in self.pools.by_part.items()
-        }
+MAX_STEP_INPUTS = 1 << 25
+"""Integers that the host sends to a step. A million tokens in pages of one for 32 sequences are as
+many; beyond them bounding each one, as the lint does, takes gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +121,12 @@ class _Limits:
 
 def _step_shapes(deployment: Deployment) -> list[tuple[ProgramKind, StepShape]]:
     blueprint, config = deployment.blueprint, deployment.config
+    if not 1 <= deployment.draft_tokens <= blueprint.max_model_len:
+        raise ConfigError(
+            "a segment has at least one token, and at most those of the longest sequence",
+            draft_tokens=deployment.draft_tokens,
+            max_model_len=blueprint.max_model_len,
+        )
     shapes = blueprint.step_shapes
     most = max(shapes.decode_rows)
     found: list[tuple[ProgramKind, StepShape]] = []
@@ -233,6 +145,15 @@ def _step_shapes(deployment: Deployment) -> list[tuple[ProgramKind, StepShape]]:
 def _step_call(
     deployment: Deployment, kind: ProgramKind, shape: StepShape, limits: _Limits
 ) -> Call:
+    if shape.packed_size > MAX_STEP_INPUTS:
+        raise ConfigError(
+            "page tables and tokens of a step are at most so many integers: take fewer sequences "
+            "or a shorter context",
+            max_step_inputs=MAX_STEP_INPUTS,
+            step_inputs=shape.packed_size,
+            max_num_seqs=deployment.config.max_num_seqs,
+            pages_per_sequence=shape.table_width,
+        )
     model, blueprint = deployment.model, deployment.blueprint
     vocab_size, ranks = blueprint.model.vocab_size, deployment.config.tensor_parallel_size
     step = make_step(

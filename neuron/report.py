@@ -99,6 +99,21 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | str | bool | list | tuple | None) else str(value)
 
 
+def find_broken(
+    program: Program, target: Target, *, lnc: int = 2, operators: Iterable[str] | None = None
+) -> list[Finding]:
+    """Every rule and limit that a program breaks.
+
+    Raises:
+        RuleError: instructions cannot be told apart or found by their ids.
+    """
+    findings = lint(program, target, lnc=lnc, operators=operators, further=LIMITS)
+    for finding in findings:
+        if finding.rule in ID_RULES:
+            raise RuleError(finding.rule.sentence, program=program.name, **finding.values)
+    return findings
+
+
 def report(
     program: Program, target: Target, *, lnc: int = 2, operators: Iterable[str] | None = None
 ) -> ProgramReport:
@@ -111,10 +126,7 @@ def report(
     Raises:
         RuleError: instructions cannot be told apart or found by their ids.
     """
-    findings = lint(program, target, lnc=lnc, operators=operators, further=LIMITS)
-    for finding in findings:
-        if finding.rule in ID_RULES:
-            raise RuleError(finding.rule.sentence, program=program.name, **finding.values)
+    findings = find_broken(program, target, lnc=lnc, operators=operators)
     graph = Graph(program.module)
     found = estimate(program)
     return ProgramReport(

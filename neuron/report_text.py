@@ -1,6 +1,6 @@
 """A report as text, for people."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +25,10 @@ def show_report(report: ProgramReport, console: Console) -> None:
     for name, value in _rows(report):
         table.add_row(Text(f"  {name}", style="dim"), Text(value))
     console.print(table)
-    _show_findings(report, console)
+    show_findings(report.findings, console)
+    count = len(report.errors)
+    passes = "breaks no rule" if not count else f"breaks rules at {count} places"
+    console.print(Text(f"  {passes}\n", style="red" if count else "green"))
 
 
 def _machine(report: ProgramReport) -> str:
@@ -76,15 +79,13 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} B" if not power else f"{num_bytes / 1024 ** _UNITS.index(unit):.2f} {unit}"
 
 
-def _show_findings(report: ProgramReport, console: Console) -> None:
+def show_findings(findings: Iterable[Finding], console: Console) -> None:
+    """Print what is broken, rule by rule."""
     by_rule: dict[str, list[Finding]] = {}
-    for finding in report.findings:
+    for finding in findings:
         by_rule.setdefault(finding.rule.name, []).append(finding)
-    for findings in by_rule.values():
-        _show_rule(findings, console)
-    count = len(report.errors)
-    passes = "breaks no rule" if not count else f"breaks rules at {count} places"
-    console.print(Text(f"  {passes}\n", style="red" if count else "green"))
+    for found in by_rule.values():
+        _show_rule(found, console)
 
 
 def _show_rule(findings: list[Finding], console: Console) -> None:

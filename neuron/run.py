@@ -24,12 +24,8 @@ from rich.table import Table
 
 from dcpjax.cli.options import SectionCommand, option
 from dcpjax.cli.progress import LoadingProgress
-from neuron.errors import EnvironmentSettingError, ManifestError
-from neuron.machine import neuron_chips
-from neuron.manifest import Manifest, Neff, ProgramRecord, Wanted, check_cores, load_manifest
-from neuron.nrt import RunError, require_nrtpy
-from neuron.ranks import Measurement, RankJob, time_ranks
-from neuron.settings import (
+from dcpjax.config.neuron_settings import (
+    COMPILER_FLAGS,
     LNC,
     PROCESS_DEVICES,
     PROCESS_INDEX,
@@ -40,7 +36,15 @@ from neuron.settings import (
     require,
     visible_cores,
 )
+from neuron.errors import EnvironmentSettingError, ManifestError
+from neuron.machine import neuron_chips
+from neuron.manifest import Manifest, Neff, ProgramRecord, Wanted, check_cores, load_manifest
+from neuron.nrt import RunError, require_nrtpy
+from neuron.options import COMMAND
+from neuron.ranks import Measurement, RankJob, time_ranks
 from neuron.targets import find_target
+
+MAX_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,7 @@ class Place:
         ]
 
 
-@click.command(
-    "neuron.run",
-    cls=SectionCommand,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.command("neuron.run", cls=SectionCommand, context_settings=COMMAND)
 @option("Measurement", "--program", "names", multiple=True, help="only this one; repeatable")
 @option("Measurement", "--iterations", type=click.IntRange(1), default=20, help="timed runs")
 @option("Measurement", "--warmup", type=click.IntRange(0), default=5, help="runs before them")
@@ -88,7 +88,13 @@ class Place:
     default="host",
     help="host: as an engine sees it; device: without the way there and back",
 )
-@option("Measurement", "--timeout", default=600.0, help="seconds for one program, loading included")
+@option(
+    "Measurement",
+    "--timeout",
+    type=click.FloatRange(0, MAX_SECONDS, min_open=True),
+    default=600.0,
+    help="seconds for one program, loading included",
+)
 @option("Nodes", "--nodes", type=click.IntRange(1), default=1, help="machines that run it together")
 @option("Nodes", "--node", type=click.IntRange(0), default=0, help="which of them this one is")
 @option("Output", "--json", "as_json", is_flag=True, help="print one JSON object at the end")
@@ -148,7 +154,7 @@ def find_place(manifest: Manifest, environ: Mapping[str, str], nodes: int, node:
     """Ranks, cores and environment of this node.
 
     Raises:
-        NeuronError: the machine or its settings are not what the programs were compiled for.
+        DcpjaxError: the machine or its settings are not what the programs were compiled for.
     """
     ranks = local_ranks(manifest.world_size, nodes, node)
     return Place(
@@ -176,7 +182,7 @@ def rank_environment(manifest: Manifest, environ: Mapping[str, str], nodes: int)
     """What a rank's process has to have set, beside what is set already.
 
     Raises:
-        EnvironmentSettingError: something is set that cannot be.
+        ConfigError: something is set that cannot be.
     """
     added: dict[str, str] = {}
     if LNC not in environ:
@@ -184,7 +190,7 @@ def rank_environment(manifest: Manifest, environ: Mapping[str, str], nodes: int)
     if ROOT_COMM not in environ and nodes == 1 and manifest.world_size > 1:
         added[ROOT_COMM] = f"127.0.0.1:{_free_port()}"
     findings = check_settings(Situation(nodes, manifest.lnc), {**environ, **added})
-    of_the_plugin = (PROCESS_DEVICES, PROCESS_INDEX)
+    of_the_plugin = (COMPILER_FLAGS, PROCESS_DEVICES, PROCESS_INDEX)
     require([item for item in findings if item.name not in of_the_plugin])
     return added
 
@@ -239,4 +245,4 @@ def _table(timings: Sequence[Timing]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="python -m neuron.run")

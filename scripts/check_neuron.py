@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcpjax.config import EngineConfig, KVTransferConfig
-from neuron.check import engine_programs
+from neuron.programs import Deployment, build_programs
 from neuron.report import report
 from neuron.targets import find_target
 
@@ -16,6 +16,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "neuron" / "configs"
 LNC = 2
 PRODUCER = KVTransferConfig("kv_producer", "NeuronNixlConnector")
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("smollm2", "trn2", {"tensor_parallel_size": 1}),
     ("smollm2", "trn2", {"tensor_parallel_size": 9, "decode_context_parallel_size": 3}),
     ("smollm2", "trn2", {"tensor_parallel_size": 3, "step_form": "unrolled"}),
     ("llama-70b", "trn2", {"tensor_parallel_size": 32, "decode_context_parallel_size": 4}),
@@ -70,7 +71,7 @@ def main() -> int:
             **settings,
         )
         chip = find_target(target)
-        programs = engine_programs(config, chip, LNC, 4, all_buckets=False)
+        programs = build_programs(Deployment(config, chip, LNC), all_buckets=False)
         reports = [report(program, chip, lnc=LNC) for program in programs]
         findings = [str(finding) for one in reports for finding in one.errors]
         shown = " ".join(f"{value}" for value in settings.values() if value is not PRODUCER)

@@ -4,6 +4,7 @@ With speculation it looks at what a step has accepted before it plans the next o
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +15,7 @@ from dcpjax.cache.parts import KV
 from dcpjax.cache.pool import PoolShapes
 from dcpjax.cache.prefix import PagePool
 from dcpjax.config import EngineConfig, Progress
+from dcpjax.config.neuron_settings import check_process
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
@@ -57,6 +59,8 @@ class Engine:
         keep_compiled_programs()
         platform = None if config.device == "auto" else config.device
         devices = find_devices(config.tensor_parallel_size, platform)
+        if devices[0].platform == "neuron":
+            check_process(os.environ)
         make_mesh = prefill_mesh if config.apply_prefill_dcp else decode_mesh
         self._mesh = make_mesh(devices, config.decode_context_parallel_size)
         self.blueprint = Blueprint(

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig, broken_neuron_rules
-from dcpjax.errors import ConfigError
+from dcpjax.config.neuron_settings import require, shared_memory
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferBackend
 
 PROCESS_FABRIC = InProcessFabric()
@@ -36,12 +36,8 @@ def check_fabric(config: KVTransferConfig, environ: Mapping[str, str]) -> None:
 
     ``python -m neuron.environment --transfer`` shows all else that EFA and Neuron want.
     """
-    name = "FI_EFA_ENABLE_SHM_TRANSFER"
-    if "LIBFABRIC" in config.backends and environ.get(name) != "0":
-        raise ConfigError(
-            f"libfabric's shared memory gives wrong KV within a machine, so {name}=0",
-            **{name: environ.get(name)},
-        )
+    if "LIBFABRIC" in config.backends:
+        require([shared_memory(environ)])
 
 
 def make_backend(config: KVTransferConfig, engine_id: str, platform: str) -> TransferBackend:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from neuron.attempt import Attempt
-from neuron.cache import Entry, NeffCache, entry_key, file_sha256, sha256
+from neuron.cache import Entry, NeffCache, entry_key, file_sha256
 from neuron.compiler import Compiler, find_compiler
 from neuron.errors import CompilerError, ManifestError
+from neuron.files import sha256
 from neuron.jobs import Compiled, Driver, Failed, Job
 from tests.neuron.fake_compiler import FLAGS, FakeCompiler, compile_one, ends, wait_for
 

@@ -1,15 +1,14 @@
 """The command: what it prints, and when it fails."""
 
-import io
 import json
 
-import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from jax import lax
 
-from neuron.check import check, main, read_operators
+from neuron.check import check, main
+from neuron.compile import main as compile_main
 from neuron.report import report
 from neuron.targets import find_target
 from tests.neuron.lint.programs import program, spec
@@ -70,18 +69,23 @@ def test_opcodes_of_the_compiler_are_asked_for():
     assert not check([sliced(5)], TRN2, 2, known - {"dynamic-slice"})
 
 
-def test_a_recorded_list_has_an_opcode_a_line():
-    assert read_operators(io.StringIO("add\n\nDynamic-Slice \nreduce_scatter\n")) == {
-        "add",
-        "dynamic-slice",
-        "reduce-scatter",
-    }
-    assert read_operators(None) is None
+@pytest.mark.parametrize(("command", "needed"), [(main, ()), (compile_main, ("--output", "x"))])
+def test_a_recorded_list_has_an_opcode_a_line(command, needed, tmp_path):
+    """In the compiler's spelling or in XLA's, and the same for both commands."""
+    recorded = tmp_path / "operators.txt"
+    recorded.write_text("add\n\nDynamic-Slice \nreduce_scatter\n")
+    context = command.make_context("command", ["model", "--operators", str(recorded), *needed])
+    assert context.params["operators"] == {"add", "dynamic-slice", "reduce-scatter"}
 
 
-def test_an_empty_list_is_refused():
-    with pytest.raises(click.UsageError, match="one opcode a line"):
-        read_operators(io.StringIO("\n"))
+@pytest.mark.parametrize("content", [b"\n", b"", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("command", [main, compile_main])
+def test_a_list_that_is_none_is_refused(command, content, tmp_path):
+    broken = tmp_path / "operators.txt"
+    broken.write_bytes(content)
+    result = CliRunner().invoke(command, ["model", "--operators", str(broken)])
+    assert result.exit_code == 2
+    assert "operators.txt" in result.output or "cannot be read" in result.output
 
 
 @pytest.mark.parametrize(

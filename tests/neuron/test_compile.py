@@ -3,13 +3,14 @@
 The programs come from the engine elsewhere; here they are tiny, and the compiler is a fake.
 """
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ from dcpjax.config import EngineConfig
 from neuron import compile as command
 from neuron.cache import NeffCache
 from neuron.errors import ManifestError
-from neuron.manifest import load_manifest
-from neuron.output import write_programs
+from neuron.lint import Finding, Rule
+from neuron.manifest import load_manifest, write_manifest
+from neuron.output import open_output, write_programs
 from neuron.program import Program, ProgramKind
-from neuron.targets import Target
+from neuron.targets import Target, find_target
 from tests.neuron.fake_compiler import FakeCompiler, ends, wait_for
 from tests.neuron.tiny_programs import program
 
+SLOW = Finding(
+    Rule("slow", "is fast", "", "a test", lambda context: [], "warning"), "", {"rows": 1}, None
+)
 SETTINGS = ("model", "--max-model-len", "64", "--tp", "2", "--dcp", "2")
 
 
@@ -56,9 +61,9 @@ class Stage:
         self.fake = FakeCompiler(folder / "fake")
         self.output, self.cache = folder / "compiled", folder / "cache"
         self.programs: list[Program] = [program("decode"), program("prefill", "prefill")]
-        self.broken: list[tuple[str, bool]] = []
+        self.broken: list[Finding] = []
         self.asked: list[tuple[EngineConfig, Target, int, int]] = []
-        self.checked: list[tuple[str, int, Sequence[str] | None]] = []
+        self.checked: list[tuple[str, int, Collection[str] | None]] = []
         monkeypatch.setattr(command, "engine_calls", self._calls)
         monkeypatch.setattr(command, "broken_rules", self._check)
         monkeypatch.delenv("NEURON_CC_FLAGS", raising=False)
@@ -70,8 +75,8 @@ class Stage:
         return [Call(program) for program in self.programs]
 
     def _check(
-        self, program: Program, target: Target, lnc: int, operators: Sequence[str] | None
-    ) -> list[tuple[str, bool]]:
+        self, program: Program, target: Target, lnc: int, operators: Collection[str] | None
+    ) -> list[Finding]:
         self.checked.append((target.name, lnc, operators))
         return self.broken
 
@@ -216,18 +221,20 @@ def test_without_a_compiler_nothing_is_lowered(stage: Stage) -> None:
 
 
 def test_broken_rules_are_shown_and_nothing_is_compiled(stage: Stage) -> None:
-    stage.broken = [("no 64-bit integers (EVRF000)", True), ("a slow one", False)]
+    wide = Rule("wide", "no 64-bit integers", "EVRF000", "a test", lambda context: [])
+    stage.broken = [Finding(wide, "add.1", {"dtype": "s64"}, "step.py:3"), SLOW]
     result = stage.run()
     assert result.exit_code == 1
-    assert "decode: error: no 64-bit integers (EVRF000)" in result.stderr
-    assert "decode: warning: a slow one" in result.stderr
-    assert "2 broken rules" in result.stderr
+    assert "decode\n  error: wide: no 64-bit integers [EVRF000; a test]" in result.stderr
+    assert "    step.py:3: add.1 dtype=s64" in result.stderr
+    assert "  warning: slow: is fast" in result.stderr
+    assert "broken at 2 places" in result.stderr
     assert stage.fake.calls == [] and not stage.output.exists()
     assert stage.run("--no-check").exit_code == 0
 
 
 def test_warnings_stop_nothing(stage: Stage) -> None:
-    stage.broken = [("a slow one", False)]
+    stage.broken = [SLOW]
     assert stage.run("--hlo-only").exit_code == 0
 
 
@@ -235,7 +242,15 @@ def test_a_recorded_list_of_operators_is_passed_on(stage: Stage, tmp_path: Path)
     recorded = tmp_path / "operators.txt"
     recorded.write_text("add\ndot\n")
     stage.run("--hlo-only", "--operators", str(recorded))
-    assert stage.checked == [("trn2", 2, ["add", "dot"])] * 2
+    assert stage.checked == [("trn2", 2, {"add", "dot"})] * 2
+
+
+def test_limits_count_as_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``neuron.check`` refuses is not compiled."""
+    tiny = program("decode")
+    monkeypatch.setattr("neuron.estimate.MAX_INSTRUCTIONS", -1)
+    found = command.broken_rules(tiny, find_target("trn2"), 2, None)
+    assert "instruction-count" in {finding.rule.name for finding in found}
 
 
 def test_the_number_of_programs_is_said_and_limited(stage: Stage) -> None:
@@ -296,6 +311,56 @@ def test_a_folder_that_cannot_be_made_is_said(stage: Stage, in_the_way: str) -> 
     assert f"{in_the_way}'" in result.output and "can be written" in result.output
 
 
+def test_a_file_that_cannot_be_written_ends_the_run(stage: Stage) -> None:
+    """The output has no manifest then, so nothing half-written is taken as whole."""
+    (stage.output / "decode.neff").mkdir(parents=True)
+    result = stage.run()
+    assert result.exit_code == 2
+    assert "the output folder can be written" in result.output
+    assert stage.files() == {"decode.neff", "decode.hlo_module.pb", "prefill.hlo_module.pb", "logs"}
+    (stage.output / "decode.neff").rmdir()
+    assert stage.run().exit_code == 0
+    load_manifest(stage.output)
+
+
+@pytest.mark.parametrize(
+    ("full", "words"), [("output", "output folder"), ("cache", "cache folder")]
+)
+def test_a_full_disk_is_said(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, full: str, words: str
+) -> None:
+    sync = os.fsync
+
+    def no_space(descriptor: int) -> None:
+        folder = stage.output if full == "output" else stage.cache
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(folder):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", no_space)
+        result = stage.run()
+    assert result.exit_code == 2
+    assert f"the {full} folder can be written" in result.output and "No space left" in result.output
+    with pytest.raises(ManifestError, match="writes it last"):
+        load_manifest(stage.output)
+    assert not [name for name in stage.files() if name.endswith(".part")]
+    assert stage.run().exit_code == 0
+    load_manifest(stage.output)
+
+
+def test_one_run_at_a_time_writes_a_folder(stage: Stage) -> None:
+    stage.run()
+    before = load_manifest(stage.output)
+    with open_output(stage.output):
+        write_manifest(before, stage.output)
+        result = stage.run()
+        assert load_manifest(stage.output) == before
+    assert result.exit_code == 2
+    assert "one run at a time" in result.output
+    assert stage.run().exit_code == 0
+
+
 def test_two_programs_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="different names.*decode"):
         write_programs([program("decode"), program("decode", order="fail")], tmp_path)
@@ -303,7 +368,7 @@ def test_two_programs_of_one_name_are_refused(tmp_path: Path) -> None:
 
 _INTERRUPTED = """
 import signal, sys
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -74,11 +74,15 @@ def bits(array: Any) -> bytes:
         {"step_form": "static"},
         {"step_form": "static", "prefill_gather": "q", "dtype": "bfloat16"},
         {"step_form": "unrolled", "kv_cache_dtype": "fp8"},
+        {"tensor_parallel_size": 1, "decode_context_parallel_size": 1},
     ],
-    ids=["static", "gathered-bfloat16", "unrolled-fp8"],
+    ids=["static", "gathered-bfloat16", "unrolled-fp8", "one-rank"],
 )
-def test_bytes_compute_what_jit_computes(tiny_folder, mesh, kind, settings):
-    config = EngineConfig(str(tiny_folder), **SETTINGS, **settings)
+def test_bytes_compute_what_jit_computes(tiny_folder, kind, settings):
+    config = EngineConfig(str(tiny_folder), **SETTINGS | {"step_form": "static"} | settings)
+    mesh = decode_mesh(
+        jax.devices()[: config.tensor_parallel_size], config.decode_context_parallel_size
+    )
     calls = find_calls(Deployment(config, find_target("trn2")), all_buckets=False)
     (call,) = (call for call in calls if call.kind == kind)
     inputs = random_inputs(call, mesh, np.random.default_rng(len(kind)))

@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from dcpjax.config.neuron_settings import (
+    Finding,
+    Situation,
+    check_process,
+    check_settings,
+    require,
+    visible_cores,
+)
+from dcpjax.errors import ConfigError
 from neuron import environment
 from neuron.environment import main
-from neuron.errors import EnvironmentSettingError
 from neuron.machine import Machine, check_machine, look, neuron_chips
-from neuron.settings import Finding, Situation, check_settings, require, visible_cores
 
 ONE_NODE = {"NEURON_LOGICAL_NC_CONFIG": "2"}
 TRANSFER = {**ONE_NODE, "FI_EFA_ENABLE_SHM_TRANSFER": "0"}
@@ -25,10 +32,17 @@ TWO_NODES = {
     "NEURON_RT_ROOT_COMM_ID": "10.0.0.1:62182",
     "JAX_COORDINATOR_ADDRESS": "10.0.0.1:62183",
 }
+TWO_ENGINES = {
+    **TRANSFER,
+    "FI_PROVIDER": "efa",
+    "FI_EFA_USE_DEVICE_RDMA": "1",
+    "FI_EFA_FORK_SAFE": "1",
+}
 ALL_TWO_NODES = {**TWO_NODES, "FI_EFA_ENABLE_SHM_TRANSFER": "0"}
 GOOD = [
     (Situation(), ONE_NODE),
     (Situation(transfers_kv=True), TRANSFER),
+    (Situation(transfers_kv=True, between_machines=True), TWO_ENGINES),
     (Situation(nodes=2), TWO_NODES),
     (Situation(nodes=2, transfers_kv=True), ALL_TWO_NODES),
     (Situation(lnc=1), {"NEURON_LOGICAL_NC_CONFIG": "1"}),
@@ -50,8 +64,7 @@ def test_each_variable_is_missed(situation: Situation, environ: dict[str, str]) 
     """Without any one of them something is wrong: none of the checks is for show."""
     for name in environ.keys() - {"JAX_COORDINATOR_ADDRESS"}:
         rest = {key: value for key, value in environ.items() if key != name}
-        levels = ("wrong", "advice") if situation.nodes > 1 else ("wrong",)
-        assert name in sum((found(situation, rest, level) for level in levels), [])
+        assert name in found(situation, rest, "wrong")
 
 
 @pytest.mark.parametrize(("situation", "environ"), GOOD)
@@ -108,7 +121,7 @@ def test_a_wrong_value_is_found_alone_with_a_fix(case: str) -> None:
     assert len(wrong) == 1
     assert wrong[0].fix and wrong[0].reason
     assert environ[wrong[0].name] in wrong[0].found
-    with pytest.raises(EnvironmentSettingError, match=wrong[0].name):
+    with pytest.raises(ConfigError, match=wrong[0].name):
         require(wrong)
 
 
@@ -153,13 +166,13 @@ def test_lists_of_cores(text: str, cores: tuple[int, ...]) -> None:
     "text", ["", "a", "-1", "0-", "0,,1", "0,0", "0-2,1", "3-1", "0,3-1", "0:3", "0-99999999"]
 )
 def test_what_is_no_list_of_cores(text: str) -> None:
-    with pytest.raises(EnvironmentSettingError):
+    with pytest.raises(ConfigError):
         visible_cores(text)
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"lnc": 3}])
 def test_a_situation_that_is_none(wrong: dict[str, int]) -> None:
-    with pytest.raises(EnvironmentSettingError, match=next(iter(wrong))):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
         Situation(**wrong)  # pyright: ignore[reportArgumentType]
 
 
@@ -264,3 +277,51 @@ def test_values_are_shown_as_they_are(clean: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_situation_is_a_wrong_option() -> None:
     assert CliRunner().invoke(main, ["--nodes", "0", "--settings-only"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"NEURON_CC_FLAGS": "--model-type transformer"},
+        {"NEURON_CC_FLAGS": "--lnc 2 -O1", "NEURON_LOGICAL_NC_CONFIG": "2"},
+        {"NEURON_CC_FLAGS": "--verbose 35 --lnc=1", "NEURON_LOGICAL_NC_CONFIG": "1"},
+        {"NEURON_LOGICAL_NC_CONFIG": "1", "JAX_PLATFORMS": "neuron,cpu"},
+    ],
+)
+def test_an_engine_starts_with_its_plugins_own_defaults(environ: dict[str, str]) -> None:
+    check_process(environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"NEURON_CC_FLAGS": "--lnc 2"}, "NEURON_LOGICAL_NC_CONFIG='unset'"),
+        (
+            {"NEURON_CC_FLAGS": "-lnc=1", "NEURON_LOGICAL_NC_CONFIG": "2"},
+            "export NEURON_LOGICAL_NC_CONFIG=1",
+        ),
+        ({"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, "unset NEURON_RT_STOCHASTIC_ROUNDING_EN"),
+        ({"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"}, "thousands of times slower"),
+        ({"JAX_PLATFORMS": "neuron"}, "export JAX_PLATFORMS=neuron,cpu"),
+        ({"NEURON_RT_VISIBLE_CORES": "0-"}, "list of cores"),
+    ],
+)
+def test_an_engine_does_not_start_with_a_wrong_setting(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_process(environ)
+
+
+def test_flags_for_cores_of_another_size_are_found() -> None:
+    environ = {**ONE_NODE, "NEURON_CC_FLAGS": "--lnc 1"}
+    assert found(Situation(), environ, "wrong") == ["NEURON_CC_FLAGS"]
+
+
+def test_an_engine_beside_others_needs_no_process_numbers(clean: pytest.MonkeyPatch) -> None:
+    for name, value in TWO_ENGINES.items():
+        clean.setenv(name, value)
+    options = ["--settings-only", "--transfer-between-machines"]
+    assert CliRunner().invoke(main, options).exit_code == 0
+    clean.delenv("FI_PROVIDER")
+    result = CliRunner().invoke(main, options)
+    assert result.exit_code == 1 and "export FI_PROVIDER=efa" in result.output

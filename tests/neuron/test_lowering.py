@@ -134,6 +134,15 @@ def computed(module: Any) -> list[tuple[str, tuple[int, ...]]]:
     )
 
 
+def test_a_lone_rank_has_a_program():
+    """JAX writes no manual computation for a mesh of one device."""
+    mesh = abstract_mesh({"tp": 1, "dcp": 1})
+    alone = lower(program(mesh), arguments(mesh), name="both", aliases={1: 1})
+    shapes = [tuple(s.dimensions) for s in alone.host_program_shape.parameters]
+    assert shapes == [(32, 3), (32, 3)]
+    assert [alias.parameter_number for alias in alone.input_output_alias.entries] == [1]
+
+
 def test_more_than_a_shard_map_is_refused():
     mesh = abstract_mesh(MESH)
     with pytest.raises(LoweringError, match="one shard_map"):

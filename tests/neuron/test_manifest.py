@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from neuron.attempt import Attempt
-from neuron.cache import sha256
 from neuron.compiler import CompilerFlags
 from neuron.errors import ManifestError
+from neuron.files import sha256
 from neuron.manifest import (
     FORMAT,
     Manifest,
@@ -129,6 +129,10 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a hidden file": (lambda m: m["programs"][0].update(hlo_file=".x"), "regex"),
     "no digest": (lambda m: m["programs"][0].update(hlo_sha256="abc"), "regex"),
     "other format": (lambda m: m.update(format=2), "wanted=1, found=2"),
+    "other format of other form": (
+        lambda m: (m.clear(), m.update(format=2, everything="else")),
+        "wanted=1, found=2",
+    ),
     "one name twice": (
         lambda m: m["programs"][1].update(name=m["programs"][0]["name"]),
         "different names.*decode_1x1_ctx64",

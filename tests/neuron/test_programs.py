@@ -1,5 +1,6 @@
 """The engine's steps as programs of one rank: their shapes, groups, aliases and bytes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from dcpjax.config import EngineConfig, KVTransferConfig
-from dcpjax.errors import UnsupportedCombination
+from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.layout import decode_groups, prefill_groups
 from neuron.errors import TargetError
 from neuron.program import Program
@@ -171,6 +172,14 @@ def test_two_builds_are_equal_to_the_byte(tmp_path):
     assert built[0] == built[1]
 
 
+@pytest.mark.parametrize("field", ["intermediate_size", "vocab_size"])
+def test_sizes_that_are_slips_are_refused_at_once(tmp_path, field):
+    path = Path(write_config("llama-70b", tmp_path))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: 2**63}))
+    with pytest.raises(TargetError, match="a core holds its weights"):
+        build_programs(deployment(str(path), 32, 4))
+
+
 def test_sizes_that_do_not_fit_are_refused(tmp_path):
     path = write_config("llama-70b", tmp_path)
     with pytest.raises(TargetError, match="a core holds its weights"):
@@ -181,5 +190,11 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path):
         Deployment(EngineConfig(path), find_target("trn2"), lnc=4)
     with pytest.raises(UnsupportedCombination, match="ag_rs"):
         build_programs(deployment(path, 32, 4, dcp_comm_backend="a2a"))
+    with pytest.raises(ConfigError, match="fewer sequences.*max_num_seqs=10000000"):
+        build_programs(deployment(path, 32, 4, max_num_seqs=10**7))
+    for draft_tokens in (0, -1, 8193):
+        few = dataclasses.replace(deployment(path, 32, 4), draft_tokens=draft_tokens)
+        with pytest.raises(ConfigError, match=f"draft_tokens={draft_tokens}, max_model_len=8192"):
+            build_programs(few)
     with pytest.raises(TargetError, match="a target is one of"):
         find_target("trn9")

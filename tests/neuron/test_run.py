@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from dcpjax.errors import ConfigError
 from neuron import run
 from neuron.errors import EnvironmentSettingError, ManifestError
 from neuron.manifest import Manifest
@@ -279,8 +280,20 @@ def test_the_environment_of_a_rank(manifest: Manifest) -> None:
     assert rank_environment(alone, {}, 1) == {"NEURON_LOGICAL_NC_CONFIG": "2"}
 
 
+def test_flags_of_the_plugin_are_not_those_of_a_neff(manifest: Manifest) -> None:
+    assert "NEURON_LOGICAL_NC_CONFIG" in rank_environment(
+        manifest, {"NEURON_CC_FLAGS": "--lnc 1"}, 1
+    )
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "inf", "soon"])
+def test_a_timeout_is_a_time(tmp_path: Path, timeout: str) -> None:
+    result = CliRunner().invoke(main, [str(tmp_path), "--timeout", timeout])
+    assert result.exit_code == 2 and "--timeout" in result.output
+
+
 def test_several_nodes_need_a_meeting_point_and_efa(manifest: Manifest) -> None:
-    with pytest.raises(EnvironmentSettingError, match="NEURON_RT_ROOT_COMM_ID") as error:
+    with pytest.raises(ConfigError, match="NEURON_RT_ROOT_COMM_ID") as error:
         rank_environment(manifest, {}, 2)
     assert "FI_PROVIDER" in str(error.value)
     assert "NEURON_PJRT" not in str(error.value)  # this is not the plugin

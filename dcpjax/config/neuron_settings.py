@@ -1,7 +1,8 @@
 """Environment variables without which Neuron gives errors, wrong results, or crawls.
 
 Pure: checks look at a mapping, never at the machine. Each says what it found, why it matters, and
-what to do.
+what to do. An engine on Neuron refuses to start with a wrong one, see :func:`check_process`;
+``python -m neuron.environment`` shows all.
 """
 
 import re
@@ -9,14 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from neuron.errors import EnvironmentSettingError
+from dcpjax.errors import ConfigError
 
 LNC, OLD_LNC = "NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"
 ROOT_COMM, VISIBLE_CORES = "NEURON_RT_ROOT_COMM_ID", "NEURON_RT_VISIBLE_CORES"
 PROCESS_DEVICES, PROCESS_INDEX = "NEURON_PJRT_PROCESSES_NUM_DEVICES", "NEURON_PJRT_PROCESS_INDEX"
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+COMPILER_FLAGS = "NEURON_CC_FLAGS"
 
 Level = Literal["ok", "advice", "wrong"]
+_FLAG_LNC = re.compile(r"(?:^|\s)(?:--lnc|-lnc|--logical-nc-config)[=\s]\s*(\d+)(?=\s|$)")
 _CORES = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 _LOOPBACK = ("localhost", "127.", "::1", "[::1]")
 
@@ -27,22 +30,30 @@ class Situation:
 
     Attributes:
         nodes: machines that run one engine together.
+        lnc: physical cores of a logical one; None: as COMPILER_FLAGS says, if it does.
         transfers_kv: it hands KV to other engines or takes it from them.
+        between_machines: some of those engines are on other machines.
         coordinator: host:port of ``jax.distributed``; None: as COORDINATOR says, if it does.
     """
 
     nodes: int = 1
-    lnc: int = 2
+    lnc: int | None = 2
     transfers_kv: bool = False
+    between_machines: bool = False
     coordinator: str | None = None
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.lnc not in (1, 2):
-            raise EnvironmentSettingError(
+        if self.nodes < 1 or self.lnc not in (None, 1, 2):
+            raise ConfigError(
                 "there is at least one node, and the logical core size is 1 or 2",
                 nodes=self.nodes,
                 lnc=self.lnc,
             )
+
+    @property
+    def uses_fabric(self) -> bool:
+        """Whether data moves between machines."""
+        return self.nodes > 1 or (self.transfers_kv and self.between_machines)
 
 
 @dataclass(frozen=True)
@@ -65,12 +76,17 @@ def check_settings(situation: Situation, environ: Mapping[str, str]) -> list[Fin
     return [finding for check in _CHECKS for finding in check(situation, environ)]
 
 
+def check_process(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where an engine on Neuron, of this process alone, has a wrong setting."""
+    require(check_settings(Situation(lnc=None), environ))
+
+
 def require(findings: list[Finding]) -> None:
-    """Raise EnvironmentSettingError for the findings that are wrong, all of them at once."""
+    """Raise ConfigError for the findings that are wrong, all of them at once."""
     wrong = [finding for finding in findings if finding.level == "wrong"]
     if wrong:
         lines = (f"{item.name}: {item.reason}. {item.fix}" for item in wrong)
-        raise EnvironmentSettingError("; ".join(lines), **{item.name: item.found for item in wrong})
+        raise ConfigError("; ".join(lines), **{item.name: item.found for item in wrong})
 
 
 def _exactly(
@@ -98,10 +114,19 @@ def _shown(value: str | None) -> str:
 
 
 def _core_size(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:
+    flag = _FLAG_LNC.search(environ.get(COMPILER_FLAGS, ""))
+    compiled = flag[1] if flag else None
+    wanted = compiled if situation.lnc is None else str(situation.lnc)
+    if wanted is None:
+        return
     reason = "a NEFF runs only on logical cores of the size it was compiled for (--lnc)"
-    yield _exactly(environ, LNC, str(situation.lnc), reason)
+    yield _exactly(environ, LNC, wanted, reason)
+    if compiled not in (None, wanted):
+        why = "the plugin would compile for logical cores of another size"
+        fix = f"write --lnc {wanted} in {COMPILER_FLAGS}"
+        yield Finding(COMPILER_FLAGS, "wrong", f"--lnc {compiled}", f"--lnc {wanted}", why, fix)
     old = environ.get(OLD_LNC)
-    if old not in (None, str(situation.lnc)):
+    if old not in (None, wanted):
         why = f"the old name of {LNC}, and it says something else"
         yield Finding(OLD_LNC, "wrong", _shown(old), "unset", why, f"unset {OLD_LNC}")
 
@@ -113,7 +138,7 @@ def _cores(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding
     reason = "the logical cores of this process, instead of all"
     try:
         visible_cores(found)
-    except EnvironmentSettingError as error:
+    except ConfigError as error:
         yield Finding(VISIBLE_CORES, "wrong", _shown(found), form, error.rule, f"write {form}")
     else:
         yield Finding(VISIBLE_CORES, "ok", found, form, reason)
@@ -126,17 +151,17 @@ def visible_cores(text: str) -> tuple[int, ...]:
     """The cores of a list such as "0-3" or "0,1", in its order.
 
     Raises:
-        EnvironmentSettingError: it is no such list, or names a core twice.
+        ConfigError: it is no such list, or names a core twice.
     """
     cores: list[int] = []
     for part in text.split(","):
         match = _CORES.fullmatch(part.strip())
         span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
         if not span:
-            raise EnvironmentSettingError(f"{VISIBLE_CORES} is a list of cores", value=text)
+            raise ConfigError(f"{VISIBLE_CORES} is a list of cores", value=text)
         cores += span
     if len(set(cores)) != len(cores):
-        raise EnvironmentSettingError(f"{VISIBLE_CORES} names cores once each", value=text)
+        raise ConfigError(f"{VISIBLE_CORES} names cores once each", value=text)
     return tuple(cores)
 
 
@@ -158,20 +183,21 @@ def _runtime(situation: Situation, environ: Mapping[str, str]) -> Iterator[Findi
     yield _unset(environ, "NEURON_RT_ALLOW_LEGACY_NEFF", why, "advice")
 
 
-def _single_node_transfer(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:
-    name = "FI_EFA_ENABLE_SHM_TRANSFER"
+def shared_memory(environ: Mapping[str, str]) -> Finding:
+    """Whether libfabric keeps off the way that it takes between processes of one machine."""
     reason = "between engines of one machine, libfabric's shared memory gives wrong KV"
-    if situation.transfers_kv and situation.nodes == 1:
-        yield _exactly(environ, name, "0", reason)
-    elif situation.transfers_kv:
-        why = f"{reason}; needed as soon as two of them share one"
-        yield _exactly(environ, name, "0", why, "advice")
+    return _exactly(environ, "FI_EFA_ENABLE_SHM_TRANSFER", "0", reason)
+
+
+def _transfer(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:
+    if situation.transfers_kv:  # also between machines: an engine with LIBFABRIC asks for it always
+        yield shared_memory(environ)
 
 
 def _fabric(situation: Situation, environ: Mapping[str, str]) -> Iterator[Finding]:
-    if situation.nodes == 1:
+    if not situation.uses_fabric:
         return
-    yield _exactly(environ, "FI_PROVIDER", "efa", "nodes talk over EFA, not over TCP")
+    yield _exactly(environ, "FI_PROVIDER", "efa", "machines talk over EFA, not over TCP")
     yield _exactly(
         environ, "FI_EFA_USE_DEVICE_RDMA", "1", "EFA reads and writes the devices' memory itself"
     )
@@ -238,7 +264,7 @@ _CHECKS: tuple[Check, ...] = (
     _cores,
     _numerics,
     _runtime,
-    _single_node_transfer,
+    _transfer,
     _fabric,
     _processes,
     _root,
