@@ -17,6 +17,7 @@ from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
+from dcpjax.engine.device_drafting import DeviceDrafter
 from dcpjax.engine.drafting import Drafter, NgramDrafter
 from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
 from dcpjax.engine.kv_backends import prepare_backend
@@ -84,6 +85,7 @@ class Engine:
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
             self.pool_shapes = self._choose_pools()  # takes what the weights have left
+            drafter, device_drafter = self._make_drafters(model)
             self._pages = PagePool(self.pool_shapes.num_pages, config.virtual_page_size)
             self.scheduler = Scheduler(
                 self._pages,
@@ -91,9 +93,9 @@ class Engine:
                 max_model_len=self.max_model_len,
                 shapes=self.blueprint.step_shapes,
                 enable_prefix_caching=config.enable_prefix_caching,
-                drafter=self._make_drafter(),
+                drafter=drafter,
             )
-            self.runner = self._make_runner(model)
+            self.runner = self._make_runner(model, device_drafter)
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
         self._wake: Callable[[], None] = lambda: None
@@ -106,7 +108,7 @@ class Engine:
         sharding, dtype = self.blueprint.sharding, self.blueprint.dtype
         return place_model(checkpoint, sharding, self._mesh, dtype, progress)
 
-    def _make_runner(self, model: PlacedModel) -> Runner:
+    def _make_runner(self, model: PlacedModel, drafter: DeviceDrafter | None) -> Runner:
         return self.runner_type(
             model,
             self._mesh,
@@ -120,20 +122,21 @@ class Engine:
             form=self.blueprint.form,
             mirrors_pool=self.blueprint.mirrors_pool,
             speculation=self.config.speculative_config,
+            drafter=drafter,
         )
 
-    def _make_drafter(self) -> Drafter | None:
-        """Who proposes tokens, if anybody."""
+    def _make_drafters(self, model: PlacedModel) -> tuple[Drafter | None, DeviceDrafter | None]:
+        """Who proposes tokens to the scheduler, and who of them computes on the devices."""
         speculation = self.config.speculative_config
         if speculation is None:
-            return None
+            return None, None
         if speculation.method != "ngram":
             raise UnsupportedCombination(
                 "this version drafts with the speculation method 'ngram' alone",
                 method=speculation.method,
                 architecture=self.model_config.architecture,
             )
-        return NgramDrafter(speculation)
+        return NgramDrafter(speculation), None
 
     @property
     def _kv_platform(self) -> str:
