@@ -194,7 +194,8 @@ def _sorted_hashes(tokens: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
 class AcceptanceCounts:
     """What became of drafts since the start. A verification is a segment with at least one draft.
 
-    ``num_accepted_per_position[i]``: verifications that accepted more than ``i`` drafts.
+    ``num_accepted_per_position[i]``: verifications that accepted more than ``i`` drafts. All that
+    were right are counted, also those behind a token that ended its sequence.
     """
 
     max_drafts: int

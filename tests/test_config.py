@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 import pytest
 
-from dcpjax.config import EngineConfig, KVTransferConfig, LlamaConfig, RopeScaling, has_type
+from dcpjax.config import (
+    EngineConfig,
+    KVTransferConfig,
+    LlamaConfig,
+    RopeScaling,
+    SpeculativeConfig,
+    has_type,
+)
 from dcpjax.errors import ConfigError, UnsupportedCombination
 
 MODEL: dict[str, Any] = {
@@ -195,3 +202,67 @@ def test_the_prefill_order_of_ranks_is_for_producers() -> None:
     for settings in (additional, {**additional, "kv_transfer_config": {"kv_role": "kv_both"}}):
         with pytest.raises(UnsupportedCombination, match="apply_prefill_dcp.*kv_producer"):
             EngineConfig.from_settings("m", settings)
+
+
+# Speculation
+
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+SYNTHETIC = {**NGRAM, "rejection_sample_method": "synthetic"}
+
+
+def speculation(settings: dict[str, Any]) -> SpeculativeConfig:
+    config = EngineConfig.from_settings("m", {"speculative_config": settings}).speculative_config
+    assert config is not None
+    return config
+
+
+def test_a_speculative_config_is_an_object() -> None:
+    config = speculation(NGRAM)
+    assert config == SpeculativeConfig("ngram", 3) and config.width == 4
+    assert (config.shortest_lookup, config.longest_lookup) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("lookup", "sizes"),
+    [
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_max": 9}, (2, 9)),
+        ({"prompt_lookup_min": 1}, (1, 4)),
+        ({"prompt_lookup_min": 6}, (6, 6)),
+        ({"prompt_lookup_min": 3, "prompt_lookup_max": 3}, (3, 3)),
+    ],
+)
+def test_lookups(lookup: dict[str, int], sizes: tuple[int, int]) -> None:
+    config = speculation(NGRAM | lookup)
+    assert (config.shortest_lookup, config.longest_lookup) == sizes
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({}, "needs a method: one of ngram, mtp"),
+        ({"method": "ngram"}, "needs num_speculative_tokens"),
+        ({**NGRAM, "method": "eagle"}, "method is one of ngram, mtp"),
+        ({**NGRAM, "num_speculative_tokens": 0}, "num_speculative_tokens is at least 1"),
+        ({**NGRAM, "num_speculative_tokens": 2.0}, "num_speculative_tokens is of type int"),
+        ({**NGRAM, "model": "x"}, "unknown speculation setting model"),
+        ({**NGRAM, "prompt_lookup_min": 0}, "prompt_lookup_min is at least 1"),
+        (
+            {**NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "prompt_lookup_min is at most prompt_lookup_max",
+        ),
+        ({**NGRAM, "method": "mtp", "prompt_lookup_max": 3}, "belong to the method 'ngram'"),
+        (SYNTHETIC, "given together with"),
+        ({**NGRAM, "synthetic_acceptance_length": 2.0}, "given together with"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 0.9}, "at least 1, no draft"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 4.1}, "at most num_speculative_tokens"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": math.nan}, "at least 1, no draft"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": 4}, None),
+    ],
+)
+def test_speculation_settings(settings: dict[str, Any], rule: str | None) -> None:
+    if rule is None:
+        speculation(settings)
+        return
+    with pytest.raises(ConfigError, match=rule):
+        speculation(settings)

@@ -90,7 +90,7 @@ class Engine:
         with COMPILATIONS.expected():
             model = self._place_model(checkpoint, progress)
             self.pool_shapes = self._choose_pools()  # takes what the weights have left
-            drafter = self._make_drafter(model)
+            drafter, device_drafter = self._make_drafters(model)
             self._pages = PagePool(self.pool_shapes.num_pages, config.virtual_page_size)
             self.scheduler = Scheduler(
                 self._pages,
@@ -100,7 +100,6 @@ class Engine:
                 enable_prefix_caching=config.enable_prefix_caching,
                 drafter=drafter,
             )
-            device_drafter = drafter if isinstance(drafter, MtpDrafter) else None
             self.runner = self._make_runner(model, device_drafter)
             self.runner.warm_up(progress)
         self._unexpected_before = COMPILATIONS.unexpected
@@ -131,14 +130,14 @@ class Engine:
             drafter=drafter,
         )
 
-    def _make_drafter(self, model: PlacedModel) -> Drafter | None:
-        """Who proposes tokens, if anybody."""
+    def _make_drafters(self, model: PlacedModel) -> tuple[Drafter | None, DeviceDrafter | None]:
+        """Who proposes tokens to the scheduler, and who of them computes on the devices."""
         speculation = self.config.speculative_config
         if speculation is None:
-            return None
+            return None, None
         if speculation.method == "ngram":
-            return NgramDrafter(speculation)
-        return MtpDrafter(
+            return NgramDrafter(speculation), None
+        drafter = MtpDrafter(
             model,
             self._mesh,
             self.blueprint.token_sharding(self.pool_shapes),
@@ -146,6 +145,7 @@ class Engine:
             vocab_size=self.model_config.vocab_size,
             is_audited=self.blueprint.form.is_audited,
         )
+        return drafter, drafter
 
     @property
     def _kv_platform(self) -> str:

@@ -5,7 +5,7 @@ client can feel, latencies and how requests ended, is observed here. One registr
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,10 @@ _GAUGES: Mapping[str, tuple[str, str]] = {
     ),
     "dcpjax:kv_bytes_per_rank": ("kv_bytes_per_rank", "bytes of the KV pool on one rank"),
     "dcpjax:kv_tokens_capacity": ("kv_tokens_capacity", "tokens that the KV pool can hold"),
-    "dcpjax:acceptance_length": ("acceptance_length", "tokens per sequence and step"),
+    "dcpjax:acceptance_length": (
+        "acceptance_length",
+        "tokens per verification of drafts, the one behind them included; 1 without",
+    ),
 }
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prompt_tokens": ("prompt_tokens", "prompt tokens of started requests"),
@@ -48,6 +51,12 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
         "compilations_after_warmup",
         "programs compiled while serving; should stay 0",
     ),
+}
+# The same of stats()["speculation"].
+_SPECULATION_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "vllm:spec_decode_num_drafts": ("num_verifications", "verifications of drafts"),
+    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "drafts that were verified"),
+    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "drafts that were accepted"),
 }
 # The same of stats()["kv_transfer"]. vLLM's histograms of single transfers are sums here.
 _TRANSFER_COUNTERS: Mapping[str, tuple[str, str]] = {
@@ -81,6 +90,9 @@ class _EngineCollector(Collector):
         for name, (key, help) in _GAUGES.items():
             yield self._gauge(name, help, self.stats[key])
         yield from self._counters(_COUNTERS, self.stats)
+        if (speculation := self.stats.get("speculation")) is not None:
+            yield from self._counters(_SPECULATION_COUNTERS, speculation)
+            yield self._accepted_per_position(speculation["num_accepted_tokens_per_pos"])
         if (transfers := self.stats.get("kv_transfer")) is not None:
             yield from self._counters(_TRANSFER_COUNTERS, transfers)
             for name, (key, help) in _TRANSFER_GAUGES.items():
@@ -105,6 +117,14 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, help, labels=["model_name"])
             counter.add_metric([self._model_name], stats[key])
             yield counter
+
+    def _accepted_per_position(self, counts: Sequence[int]) -> Metric:
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        help = "verifications that accepted the draft at this position"
+        counter = CounterMetricFamily(name, help, labels=["model_name", "position"])
+        for position, count in enumerate(counts):
+            counter.add_metric([self._model_name, str(position)], count)
+        return counter
 
     def _gauge(self, name: str, help: str, value: float | int) -> Metric:
         family = GaugeMetricFamily(name, help, labels=["model_name"])

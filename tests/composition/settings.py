@@ -17,8 +17,17 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("float32", "bfloat16"),
     "prompt computed": ("here", "by another engine"),
     "step_form": ("dynamic", "static"),
+    "speculation": ("off", "ngram"),
 }
 """A mesh is shown by its axes; -tp is their product."""
+
+SPECULATION = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+    }
+}
 
 
 def engine_settings(choice: Choice) -> dict[str, Any]:
@@ -37,6 +46,7 @@ def engine_settings(choice: Choice) -> dict[str, Any]:
         "enable_prefix_caching": choice["prefix caching"] == "on",
         "kv_cache_dtype": choice["kv_cache_dtype"],
         "step_form": choice["step_form"],
+        **(SPECULATION if choice["speculation"] == "ngram" else {}),
         **(transfer("kv_consumer") if choice["prompt computed"] != "here" else {}),
     }
 

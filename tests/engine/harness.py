@@ -111,7 +111,8 @@ class StepHarness:
             name: self._pool_of_nan(pool, layout.dcp) for name, pool in self.pool_shapes.items()
         }
         self._whole = NamedSharding(self.mesh, PartitionSpec())
-        self._previous = jax.device_put(np.zeros(shape.rows, np.int32), self._whole)
+        previous = np.zeros(shape.rows * shape.decode_width, np.int32)
+        self._previous = jax.device_put(previous, self._whole)
         self._rank_ids = jax.device_put(
             np.arange(self.mesh.size, dtype=np.uint32),
             NamedSharding(self.mesh, PartitionSpec(ALL_RANKS)),
@@ -149,12 +150,13 @@ class StepHarness:
         arguments = (self.model.parameters, self.pools, packed, self._previous, self._rank_ids)
         result = StepResult(*self.compiled(*arguments))
         self.pools = result.pools
-        rows = [
-            *range(len(decode)),
-            *range(self.shape.decode_rows, self.shape.decode_rows + len(prefill)),
+        shape = self.shape
+        outputs = [
+            shape.first_output(row) + len(piece.tokens) - 1 for row, piece in enumerate(decode)
         ]
-        logits = np.asarray(result.logits)[rows, : self.vocab_size]
-        return logits, np.asarray(result.tokens)[rows]
+        outputs += [shape.first_output(shape.decode_rows + row) for row in range(len(prefill))]
+        logits = np.asarray(result.logits)[outputs, : self.vocab_size]
+        return logits, np.asarray(result.tokens)[outputs]
 
     def _pack(self, decode: Sequence[Piece], prefill: Sequence[Piece]) -> np.ndarray:
         shape = self.shape
@@ -163,14 +165,11 @@ class StepHarness:
         views["page_tables"][:] = self.pool_shape.scratch_page
         views["sources"][:] = FROM_HOST
         views["following"][:] = SAMPLED
-        chunks = views["token_ids"][shape.decode_rows :].reshape(shape.prefill_rows, -1)
         rows = [*enumerate(decode), *enumerate(prefill, start=shape.decode_rows)]
         for row, piece in rows:
             views["page_tables"][row, : len(piece.pages)] = piece.pages
             views["prior_lengths"][row] = piece.start
             views["num_tokens"][row] = len(piece.tokens)
-            if row < shape.decode_rows:
-                views["token_ids"][row] = piece.tokens[0]
-            else:
-                chunks[row - shape.decode_rows, : len(piece.tokens)] = piece.tokens
+            start = shape.first_token(row)
+            views["token_ids"][start : start + len(piece.tokens)] = piece.tokens
         return packed

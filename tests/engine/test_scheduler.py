@@ -7,7 +7,15 @@ import pytest
 from dcpjax.cache.prefix import PagePool, chain_hashes, root_hash
 from dcpjax.engine import residency
 from dcpjax.engine.remote_kv import RemoteKV
-from dcpjax.engine.request import FinishReason, Request, SamplingParams, Status, TokenLogprobs
+from dcpjax.engine.request import (
+    NO_DRAFTS,
+    Drafts,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Status,
+    TokenLogprobs,
+)
 from dcpjax.engine.residency import Residency
 from dcpjax.engine.scheduler import Drain, Scheduler, StepPlan, StepShapes
 from dcpjax.errors import ConfigError, ContextLengthError, RequestError
@@ -321,29 +329,119 @@ def test_max_tokens_none_goes_to_the_context_length() -> None:
     assert step(scheduler)[0].finish_reason is FinishReason.LENGTH
 
 
-def test_several_tokens_of_one_segment_end_at_the_first_that_ends() -> None:
-    scheduler = scheduler_of()
-    request = request_of(7, "a", logprobs=0)
+# Drafts
+
+DRAFTED = StepShapes(decode_rows=(4,), prefill=((4, 64),), decode_widths=(1, 4))
+
+
+class Scripted:
+    """Proposes the same tokens always, as many of them as are wanted."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+        self.wanted: list[int] = []
+
+    def propose(self, request: Request, at_most: int) -> Drafts:
+        self.wanted.append(at_most)
+        return Drafts(len(self.tokens[:at_most]), self.tokens[:at_most])
+
+
+def drafting(*tokens: int, pool: PagePool | None = None, **changes) -> Scheduler:
+    return scheduler_of(pool, shapes=DRAFTED, drafter=Scripted(*tokens), **changes)
+
+
+def test_accepted_drafts_are_computed_and_the_token_behind_them_is_not() -> None:
+    scheduler, request = drafting(8, 9, 10), request_of(5, max_tokens=20)
     scheduler.add(request)
-    details = [TokenLogprobs(token, -1.0, 1, ()) for token in (PLAIN, 8, EOS, 9)]
+    step(scheduler)
     plan = planned(scheduler)
-    [output] = scheduler.commit(plan, [[PLAIN, 8]], [details[:2]])
-    assert output.token_ids == (PLAIN, 8) and output.logprobs == tuple(details[:2])
-    plan = planned(scheduler)
-    assert [(s.start, s.num_tokens) for s in plan.prefill] == [(7, 2)]
-    assert len(request.page_ids) == 3
-    [output] = scheduler.commit(plan, [[8, EOS, 9]], [details[1:]])
+    [segment] = plan.decode
+    assert (segment.start, segment.num_tokens, segment.stop, segment.num_computed) == (5, 1, 6, 4)
+    assert segment.drafts == Drafts(3, (8, 9, 10)) and len(request.page_ids) == 3
+    assert (request.num_scheduled, request.drafts.count) == (6, 0)
+    [output] = scheduler.commit(plan, [[8, 9, PLAIN]])
+    assert output.token_ids == (8, 9, PLAIN)
+    assert (request.num_tokens, request.num_scheduled, request.num_uncomputed) == (9, 8, 1)
+    [segment] = planned(scheduler).decode
+    assert (segment.start, segment.request.tokens(8, 9)) == (8, [PLAIN])
+    counts = scheduler.drafting.counts
+    assert (counts.num_verifications, counts.num_drafts, counts.num_accepted) == (1, 3, 2)
+
+
+def test_rejected_drafts_leave_nothing_behind() -> None:
+    scheduler, request = drafting(8, 9, 10), request_of(5, max_tokens=20)
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.commit(planned(scheduler), [[PLAIN]])
+    assert (request.num_tokens, request.num_scheduled) == (7, 6)
+    assert planned(scheduler).decode[0].start == 6
+
+
+def test_accepted_drafts_end_at_the_first_token_that_ends() -> None:
+    scheduler, request = drafting(8, EOS, 9), request_of(5, logprobs=0)
+    scheduler.add(request)
+    details = [TokenLogprobs(token, -1.0, 1, ()) for token in (8, EOS, 9, 9)]
+    step(scheduler)
+    [output] = scheduler.commit(planned(scheduler), [[8, EOS, 9, 9]], [details])
     assert (output.token_ids, output.finish_reason) == ((8, EOS), FinishReason.STOP)
-    assert output.logprobs == tuple(details[1:3])
-    assert scheduler.stats().num_generation_tokens == 4
+    assert output.logprobs == tuple(details[:2])
+    assert scheduler.stats().num_generation_tokens == 3
+    scheduler.check_integrity()
 
 
-def test_several_tokens_and_look_ahead_exclude_each_other() -> None:
+@pytest.mark.parametrize("max_tokens, wanted", [(1, []), (2, []), (3, [1]), (4, [2]), (9, [3])])
+def test_drafts_fit_into_the_sequence_with_one_token_behind_them(max_tokens, wanted) -> None:
+    scheduler = drafting(8, 9, 10)
+    scheduler.add(request_of(5, max_tokens=max_tokens))
+    step(scheduler)
+    scheduler.schedule()
+    assert scheduler.drafting._drafter.wanted == wanted
+
+
+def test_a_request_with_penalties_has_no_drafts() -> None:
+    scheduler = drafting(8)
+    scheduler.add(request_of(5, presence_penalty=0.1))
+    step(scheduler)
+    assert planned(scheduler).decode[0].drafts == NO_DRAFTS
+    assert scheduler.drafting.counts.mean_length == 1
+
+
+@pytest.mark.parametrize("num_pages, num_drafts", [(6, 3), (5, 0)])
+def test_nobody_loses_pages_for_drafts(num_pages: int, num_drafts: int) -> None:
+    """Two sequences of 7 tokens have 2 pages each; with drafts each of them wants a third one."""
+    scheduler = drafting(8, 9, 10, pool=PagePool(num_pages, SIZE))
+    for name in "ab":
+        scheduler.add(request_of(6, name))
+    step(scheduler)
+    plan = planned(scheduler)
+    assert [segment.drafts.count for segment in plan.decode] == [num_drafts] * 2
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_pages_of_accepted_drafts_are_found_by_others() -> None:
+    scheduler = drafting(8, 9, 10)
+    scheduler.add(request_of([1, 2, 3], "a", max_tokens=20))
+    step(scheduler)
+    scheduler.commit(planned(scheduler), [[8, 9, 10, 11]])  # 1 2 3 7 | 8 9 10, and 11 to compute
+    step(scheduler)
+    scheduler.add(request_of([1, 2, 3, PLAIN, 8, 9, 10, 11, 5], "b"))
+    [started] = planned(scheduler).started
+    assert started.num_cached == 8
+
+
+def test_drafts_and_look_ahead_exclude_each_other() -> None:
+    scheduler = drafting(8)
+    scheduler.add(request_of(5))
+    planned(scheduler)
+    with pytest.raises(AssertionError, match="follow from the commit"):
+        scheduler.schedule()
+
+
+def test_more_tokens_than_drafts_and_one_are_refused() -> None:
     scheduler = scheduler_of()
     scheduler.add(request_of(5))
-    first, _ = planned(scheduler), planned(scheduler)
-    with pytest.raises(AssertionError, match="one token per step"):
-        scheduler.commit(first, [[PLAIN, PLAIN]])
+    with pytest.raises(AssertionError, match="more drafts are accepted"):
+        scheduler.commit(planned(scheduler), [[PLAIN, PLAIN]])
 
 
 def test_every_sampling_segment_has_a_result() -> None:

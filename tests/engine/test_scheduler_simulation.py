@@ -3,30 +3,45 @@
 A cell of the fake pool holds a digest of the whole history of its token and of the token before,
 as keys and values do in effect. A step follows the chain of digests through the pages that it is
 given, so a foreign, overwritten or never written page breaks it, and the next token is a function
-of the last digest. Whatever is scheduled, preempted, shared or aborted, each request must yield
-what it yields alone.
+of the last digest. Whatever is scheduled, preempted, shared, drafted, rejected or aborted, each
+request must yield what it yields alone.
 """
 
+import dataclasses
 import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpjax.cache import prefix
 from dcpjax.cache.prefix import PagePool
-from dcpjax.engine import residency
+from dcpjax.config import SpeculativeConfig
+from dcpjax.engine import residency, verification
+from dcpjax.engine.drafting import Drafting
 from dcpjax.engine.remote_kv import KVEvents, KVExport, KVLoad, RemoteKV
-from dcpjax.engine.request import FinishReason, Request, SamplingParams, Status, TokenOutput
+from dcpjax.engine.request import (
+    Drafts,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Status,
+    TokenOutput,
+)
 from dcpjax.engine.residency import Residency
 from dcpjax.engine.scheduler import Drain, Scheduler, Segment, StepPlan, StepShapes
+from dcpjax.engine.verification import Verifier
 
 VOCAB = 13
 EOS = 0
-SHAPES = StepShapes(decode_rows=(1, 2, 4), prefill=((1, 4), (3, 4), (1, 16)), fixed_cost=4)
+SHAPES = StepShapes(
+    decode_rows=(1, 2, 4), prefill=((1, 4), (3, 4), (1, 16)), fixed_cost=4, decode_widths=(1, 4)
+)
+VERIFIER = Verifier(SpeculativeConfig("ngram", 3), seed_words=lambda request: None)
 MAX_MODEL_LEN = 64
 GOOD_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 ELSEWHERE = RemoteKV("engine", "request", "localhost", 1, (), 0)
@@ -58,18 +73,21 @@ class FakeDevice:
         self.check_shape(plan)
         digests = [self.read(segment) for segment in plan.segments]
         inputs = [self.inputs(segment) for segment in plan.segments]
-        tokens: list[list[int]] = []
+        sampled: list[list[int]] = []
         for segment, digest, values in zip(plan.segments, digests, inputs, strict=True):
+            chosen: list[int] = []
             for position, token in enumerate(values, start=segment.start):
                 before, digest = digest, after(digest, token)
                 self.cells[self.cell(segment.request, position)] = before, digest
+                chosen.append(next_token(digest))
             if segment.samples:
-                self.sampled[segment.request.slot] = next_token(digest)
-                tokens.append([next_token(digest)])
-        return tokens
+                self.sampled[segment.request.slot] = chosen[-1]
+                sampled.append(chosen[segment.num_tokens - 1 :])
+        return VERIFIER.accept(plan.sampling, sampled, {})
 
     def cell(self, request: Request, position: int) -> tuple[int, int]:
         assert position // self.page_size < len(request.page_ids), "a token has no page"
+        assert position < request.max_length - 1, "the last token is never computed"
         page = request.page_ids[position // self.page_size]
         assert 0 <= page < self.num_pages
         return page, position % self.page_size
@@ -87,11 +105,13 @@ class FakeDevice:
             return [self.sampled[segment.request.slot]]
         tokens = segment.request.tokens(segment.start, segment.stop)
         assert len(tokens) == segment.num_tokens >= 1, "an unknown token is an input"
-        return tokens
+        return [*tokens, *segment.drafts.token_ids]
 
     def check_shape(self, plan: StepPlan) -> None:
         assert plan.segments and len(plan.decode) <= max(SHAPES.decode_rows)
         assert all(segment.num_tokens == 1 and segment.samples for segment in plan.decode)
+        assert all(segment.num_computed <= max(SHAPES.decode_widths) for segment in plan.decode)
+        assert not any(segment.drafts.count for segment in plan.prefill)
         if plan.prefill:
             rows = [rows for rows, width in SHAPES.prefill if width == plan.prefill_width]
             assert len(plan.prefill) <= max(rows)
@@ -107,7 +127,8 @@ class FakeDevice:
             for page in segment.request.page_ids:
                 users[page].add(row)
         for segment in plan.segments:
-            first, last = segment.start // self.page_size, (segment.stop - 1) // self.page_size
+            stop = segment.start + segment.num_computed
+            first, last = segment.start // self.page_size, (stop - 1) // self.page_size
             for page in segment.request.page_ids[first : last + 1]:
                 assert len(users[page]) == 1, f"page {page} is written by one and used by another"
 
@@ -130,6 +151,25 @@ def alone(request: Request, max_length: int) -> tuple[list[int], FinishReason]:
             return outputs, FinishReason.LENGTH
 
 
+class Guesser:
+    """Proposes what comes next, each token of which is right with probability ``skill``."""
+
+    def __init__(self, rng: random.Random, skill: float) -> None:
+        self.rng, self.skill = rng, skill
+
+    def propose(self, request: Request, at_most: int) -> Drafts:
+        assert not request.params.has_penalties and at_most >= 1
+        digest = root(request.cache_salt)
+        for token in request.token_ids:
+            digest = after(digest, token)
+        tokens: list[int] = []
+        for _ in range(self.rng.randint(0, at_most)):
+            is_right = self.rng.random() < self.skill
+            tokens.append(next_token(digest) if is_right else self.rng.randrange(VOCAB))
+            digest = after(digest, tokens[-1])
+        return Drafts(len(tokens), tuple(tokens))
+
+
 @dataclass(frozen=True)
 class World:
     """One run: everything that chance and the test decide."""
@@ -146,6 +186,7 @@ class World:
     failure_rate: float = 0.0  # of loads
     recomputes: bool = False  # what cannot be loaded; else the request fails
     export_rate: float = 0.0
+    skill: float | None = None  # of who drafts, if anybody: then there is no look-ahead
     check: bool = True  # integrity after each call; off to see what the device itself notices
 
     @property
@@ -166,11 +207,12 @@ class Simulation:
             max_model_len=MAX_MODEL_LEN,
             shapes=SHAPES,
             enable_prefix_caching=world.caching,
+            drafter=None if world.skill is None else Guesser(self.rng, world.skill),
         )
         self.device = FakeDevice(world.num_pages, world.page_size)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[TokenOutput]] = defaultdict(list)
-        self.num_drains = 0
+        self.num_drains = self.num_steps = 0
         self.loads: list[KVLoad] = []
         self.num_landed = 0
         self.unsettled: list[KVLoad] = []
@@ -179,10 +221,9 @@ class Simulation:
 
     def run(self) -> "Simulation":
         in_flight: tuple[StepPlan, list[list[int]]] | None = None
-        num_steps = 0
         while self.may_arrive() or self.scheduler.has_work:
-            num_steps += 1
-            assert num_steps < 400 * self.world.num_requests, "livelock"
+            self.num_steps += 1
+            assert self.num_steps < 400 * self.world.num_requests, "livelock"
             self.arrive_and_abort()
             plan = self.scheduler.schedule()
             if isinstance(plan, Drain):
@@ -196,7 +237,7 @@ class Simulation:
             assert dispatched or in_flight or others or not self.alive(), "they wait for nothing"
             self.arrive_and_abort()
             in_flight = self.commit(in_flight)
-            if self.world.look_ahead:
+            if self.world.look_ahead and self.world.skill is None:
                 in_flight = dispatched
             else:
                 self.commit(dispatched)
@@ -312,6 +353,7 @@ class Simulation:
                 max_tokens=max_tokens,
                 min_tokens=rng.randint(0, min(3, room if max_tokens is None else max_tokens)),
                 ignore_eos=rng.random() < 0.5,
+                presence_penalty=rng.choice((0, 0, 0, 1)),  # the device has none
                 stop_token_ids=rng.choice(((), (), (3,))),
             ),
             eos_token_ids=frozenset({EOS}),
@@ -356,6 +398,7 @@ class Simulation:
         failure_rate=st.sampled_from((0, 0.3)),
         recomputes=st.booleans(),
         export_rate=st.sampled_from((0, 0, 0.5)),
+        skill=st.sampled_from((None, 0, 0.5, 0.9, 1.0)),
     )
 )
 def test_every_request_yields_what_it_yields_alone(world: World) -> None:
@@ -374,6 +417,28 @@ def test_the_simulation_reaches_what_it_is_meant_to_test() -> None:
     assert reasons == set(FinishReason)
     rows_and_widths = set().union(*(run.device.shapes_seen for run in runs))
     assert {(1, 4), (3, 4), (1, 16)} <= rows_and_widths
+
+
+def test_the_simulation_accepts_and_rejects_drafts() -> None:
+    runs = [Simulation(World(seed, skill=0.6, load_rate=0.2)).run() for seed in range(20)]
+    counts = [run.scheduler.drafting.counts for run in runs]
+    assert sum(c.num_accepted for c in counts) > 300
+    assert sum(c.num_drafts - c.num_accepted for c in counts) > 300
+    assert sum(run.scheduler.stats().num_preemptions for run in runs) > 5
+    assert sum(run.scheduler.stats().num_prefix_hits for run in runs) > 100
+    lengths = {
+        len(o.token_ids) for run in runs for outputs in run.outputs.values() for o in outputs
+    }
+    assert lengths >= {0, 1, 2, 3, 4}
+
+
+def test_drafts_save_steps_and_cost_no_preemption() -> None:
+    """Right drafts only take pages that nobody needs."""
+    worlds = [World(seed, abort_rate=0, look_ahead=False) for seed in range(20)]
+    plain = [Simulation(world).run() for world in worlds]
+    drafted = [Simulation(dataclasses.replace(world, skill=1.0)).run() for world in worlds]
+    num_steps = [sum(run.num_steps for run in runs) for runs in (plain, drafted)]
+    assert num_steps[1] < 0.7 * num_steps[0]
 
 
 def test_an_aborted_request_frees_everything_in_any_state() -> None:
@@ -429,9 +494,52 @@ def keep_the_pages_of_ended_requests(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagePool, "release", lambda self, pages: None)
 
 
+def accept_one_more(patch: pytest.MonkeyPatch) -> None:
+    original = verification.num_accepted
+    patch.setattr(
+        verification, "num_accepted", lambda drafts, sampled, num_drafts: np.minimum(
+            original(drafts, sampled, num_drafts) + 1, num_drafts
+        )
+    )  # fmt: skip
+
+
+def compare_with_the_choice_behind(patch: pytest.MonkeyPatch) -> None:
+    original = verification.num_accepted
+    patch.setattr(
+        verification, "num_accepted", lambda drafts, sampled, num_drafts: original(
+            drafts, np.roll(sampled, -1, axis=1), num_drafts
+        )
+    )  # fmt: skip
+
+
+def count_a_rejected_draft_as_computed(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._note_accepted
+
+    def note_accepted(self, segment, num_accepted):
+        original(self, segment, min(num_accepted + 1, segment.drafts.count))
+
+    patch.setattr(Scheduler, "_note_accepted", note_accepted)
+
+
+def draft_behind_the_longest_sequence(patch: pytest.MonkeyPatch) -> None:
+    original = Drafting._drafts_of
+
+    def drafts_of(self, request):
+        request.max_length += 8
+        drafts = original(self, request)
+        request.max_length -= 8
+        return drafts
+
+    patch.setattr(Drafting, "_drafts_of", drafts_of)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
+        accept_one_more,
+        compare_with_the_choice_behind,
+        count_a_rejected_draft_as_computed,
+        draft_behind_the_longest_sequence,
         forget_the_limit_of_a_hit,
         list_pages_before_they_are_computed,
         leave_shared_pages_evictable,
@@ -444,7 +552,10 @@ def keep_the_pages_of_ended_requests(patch: pytest.MonkeyPatch) -> None:
 def test_the_simulation_notices_a_broken_rule(
     mutate: Mutation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worlds = [World(seed, abort_rate=0.2, check=False) for seed in range(100)]
+    skills = (None, 0.7)
+    worlds = [
+        World(seed, abort_rate=0.2, check=False, skill=skills[seed % 2]) for seed in range(100)
+    ]
     for world in worlds[:3]:
         Simulation(world).run()
     mutate(monkeypatch)

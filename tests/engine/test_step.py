@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.engine.step import StepShape
+from dcpjax.engine.step import FROM_HOST, StepShape, token_ids
 from dcpjax.layout import owner, slot_mapping
 from tests.engine.harness import Layout, Piece, StepHarness
 
@@ -13,7 +13,13 @@ SHAPE = StepShape(decode_rows=2, prefill_rows=2, prefill_width=16, table_width=6
 
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, StepShape(1, 0, 0, 1), StepShape(4, 0, 0, 9), StepShape(2, 1, 512, 3)],
+    [
+        SHAPE,
+        StepShape(1, 0, 0, 1),
+        StepShape(4, 0, 0, 9),
+        StepShape(2, 1, 512, 3),
+        StepShape(3, 2, 8, 2, decode_width=4),
+    ],
     ids=str,
 )
 def test_views_are_the_packed_array_and_overlap_nowhere(shape):
@@ -29,6 +35,42 @@ def test_views_are_the_packed_array_and_overlap_nowhere(shape):
 def test_counts_and_name():
     assert (SHAPE.rows, SHAPE.num_tokens, str(SHAPE)) == (4, 34, "2x1+2x16 of 6 pages")
     assert str(StepShape(8, 0, 0, 3)) == "8x1+0x0 of 3 pages"
+    wide = StepShape(3, 2, 8, 5, decode_width=4)
+    assert (wide.rows, wide.num_tokens, wide.num_outputs) == (5, 28, 14)
+    assert [wide.first_token(row) for row in range(5)] == [0, 4, 8, 12, 20]
+    assert [wide.first_output(row) for row in range(5)] == [0, 4, 8, 12, 13]
+    assert str(wide) == "3x4+2x8 of 5 pages"
+
+
+def test_tokens_come_from_the_host_or_from_a_row_of_the_devices():
+    """A step takes as many of a row as its segments have; the rest of the step is the host's."""
+    shape = StepShape(3, 1, 2, 1, decode_width=2)
+    packed = np.zeros(shape.packed_size, np.int32)
+    views = shape.views(packed)
+    views["token_ids"][:] = range(10, 18)
+    views["sources"][:] = [FROM_HOST, 3, 0]
+    previous = np.arange(100, 112).reshape(4, 3)
+    found = token_ids(shape, views, jnp.asarray(previous, jnp.int32))
+    assert found.tolist() == [10, 11, 109, 110, 100, 101, 16, 17]
+
+
+@pytest.mark.parametrize("form", ["dynamic", "static"])
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_a_segment_of_drafts_is_as_many_steps_of_one_token(tiny, form, dcp):
+    """Every position's logits, beside a prompt and an unused row; pages end in between."""
+    layout = Layout(1, dcp, form=form)
+    tokens, pages = [40, 3, 7, 99], [3, 0, 5]
+    single = StepHarness(tiny, layout, StepShape(2, 1, 16, 3), num_pages=8)
+    wide = StepHarness(tiny, layout, StepShape(2, 1, 16, 3, decode_width=4), num_pages=8)
+    for harness in (single, wide):
+        harness.run(prefill=[Piece(range(14), 0, pages)])
+    expected = [
+        single.run([Piece([token], 14 + place, pages)])[0] for place, token in enumerate(tokens)
+    ]
+    beside = Piece(range(9), 0, [1, 2, 4])
+    for count in range(4, 0, -1):  # what is computed again is written again
+        found = wide.run([Piece(tokens[:count], 14, pages)], [beside])[0]
+        np.testing.assert_allclose(found, expected[count - 1], atol=2e-5)
 
 
 LAYOUTS = [

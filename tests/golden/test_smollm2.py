@@ -5,6 +5,7 @@ What transformers says stands beside this file; it is compared with it where it 
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,14 +52,17 @@ def smollm2() -> Checkpoint:
     return open_checkpoint("smollm2-135m")
 
 
-def check_tokens(checkpoint: Checkpoint, layout: Layout, names: Callable[[str], bool]) -> None:
-    """All chosen prompts together, four at a time."""
+def check_tokens(
+    checkpoint: Checkpoint, layout: Layout, names: Callable[[str], bool], **settings: Any
+) -> dict[str, Any]:
+    """All chosen prompts together, four at a time; what the engine has counted."""
     chosen = [item for item in read_continuations("smollm2") if names(item.name)]
     longest = max(len(item.prompt) for item in chosen) + NUM_TOKENS
     virtual_page = layout.page_size * layout.dcp
     engine = engine_of(
         checkpoint,
         **layout.settings,
+        **settings,
         max_num_seqs=min(4, len(chosen)),
         max_num_batched_tokens=max(64 if longest < 2000 else 512, layout.dcp * layout.interleave),
         max_model_len=longest,
@@ -67,10 +71,12 @@ def check_tokens(checkpoint: Checkpoint, layout: Layout, names: Callable[[str], 
     served = serve(
         engine, [request_of(item.name, item.prompt, max_tokens=NUM_TOKENS) for item in chosen]
     )
+    stats = engine.stats()
     engine.close()
     assert {item.name: served[item.name].tokens for item in chosen} == {
         item.name: list(item.tokens) for item in chosen
     }
+    return stats
 
 
 def test_the_prompts_are_what_they_should_be():
@@ -85,6 +91,15 @@ def test_the_prompts_are_what_they_should_be():
 @pytest.mark.parametrize("layout", QUICK, ids=str)
 def test_tokens(layout, smollm2):
     check_tokens(smollm2, layout, lambda name: name != LONG)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1), QUICK[1]], ids=str)
+def test_tokens_with_speculation(layout, smollm2):
+    """Drafts from n-grams change how many steps it takes, and nothing else."""
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    stats = check_tokens(smollm2, layout, lambda name: name != LONG, speculative_config=config)
+    assert stats["speculation"]["num_accepted_tokens"] > 50
+    assert stats["acceptance_length"] > 1.3
 
 
 @pytest.mark.matrix

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dcpjax.engine.request import FinishReason
 from dcpjax.server.metrics import Metrics, SequenceTimer
+from dcpjax.speculation import AcceptanceCounts
 from tests.fakes import CountUpEngine
 
 
@@ -73,6 +74,23 @@ def test_numbers_of_the_engine_are_those_of_the_scrape(metrics: Metrics) -> None
     assert seen["dcpjax:kv_bytes_per_rank"] == 4096
     assert seen["dcpjax:audited_steps"] == 1
     assert values(metrics, None)["vllm:prompt_tokens_total"] == 50
+
+
+def test_speculation_is_counted_where_there_is_some(metrics: Metrics) -> None:
+    stats = CountUpEngine().stats()
+    assert "vllm:spec_decode_num_drafts_total" not in values(metrics, stats)
+    counts = AcceptanceCounts(3)
+    counts.add(3, 2)
+    counts.add(3, 0)
+    text = metrics.render(stats | {"speculation": counts.as_stats()}).decode()
+    for line in (
+        'vllm:spec_decode_num_drafts_total{model_name="m"} 2.0',
+        'vllm:spec_decode_num_draft_tokens_total{model_name="m"} 6.0',
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 2.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 1.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="2"} 0.0',
+    ):
+        assert line in text
 
 
 def test_two_servers_do_not_share_numbers(metrics: Metrics) -> None:
