@@ -15,8 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, UInt8
 
 from dcpjax.cache import formats
-from dcpjax.cache.rows import heads_first, store_rows, stored_pages, stored_rows
-from dcpjax.errors import ConfigError
+from dcpjax.cache.parts import DRAFT_INDEXER, INDEXER, CachePart
+from dcpjax.cache.rows import RowFormat, heads_first, store_rows, stored_pages, stored_rows
+from dcpjax.config import GlmConfig, ModelConfig
+from dcpjax.errors import ConfigError, UnsupportedCombination
+
+FP8_DS_MLA = "fp8_ds_mla"
+"""The setting of ``kv_cache_dtype`` that means these formats."""
 
 BYTE = jnp.dtype(jnp.uint8)
 VALUES = jnp.dtype(jnp.float8_e4m3fn)
@@ -156,6 +161,33 @@ class Fp8KeyPages:
 
     def _scale_column(self, pool: Array, offsets: Array) -> Array:
         return offsets * SCALE_BYTES + self._page_size(pool) * self.width
+
+
+def scaled_format(part: CachePart, model: ModelConfig, device_fp8: str) -> RowFormat:
+    """The format of a part of the model's cache.
+
+    Args:
+        device_fp8: the 8-bit float that the device has.
+
+    Raises:
+        UnsupportedCombination: the model caches no latents, or the device has another 8-bit float.
+        ConfigError: the latent is no multiple of 128 values.
+    """
+    if not isinstance(model, GlmConfig):
+        raise UnsupportedCombination(
+            "kv_cache_dtype fp8_ds_mla is for latents, and the model caches keys and values",
+            kv_cache_dtype=FP8_DS_MLA,
+            architecture=model.architecture,
+        )
+    if device_fp8 != VALUES.name:
+        raise UnsupportedCombination(
+            f"kv_cache_dtype fp8_ds_mla stores {VALUES.name}, which the device does not have",
+            kv_cache_dtype=FP8_DS_MLA,
+            device_fp8=device_fp8,
+        )
+    if part.name in (INDEXER, DRAFT_INDEXER):
+        return Fp8KeyPages(part.width)
+    return Fp8LatentRows(model.kv_lora_rank, model.qk_rope_head_dim)
 
 
 def _check_width(width: int, expected: int) -> None:
