@@ -1,11 +1,13 @@
 """The pages of one engine on its devices: one pool for each part of the model's cache.
 
 A pool is one array ``[pages, layers, heads, page_size, width]``, keys and values packed along the
-width. The page axis is split over the ranks that share tokens, the head axis over the head groups.
-Every step takes it donated and returns it. The last page of each rank's share is its scratch page.
+width; rows of other formats take other columns, see ``cache/rows.py``. The page axis is split over
+the ranks that share tokens, the head axis over the head groups. Every step takes it donated and
+returns it. The last page of each rank's share is its scratch page.
 A page id names one page in the pool of every part.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +19,8 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Integer, Shaped
 
-from dcpjax.cache import formats
 from dcpjax.cache.parts import CachePart
+from dcpjax.cache.rows import PLAIN, RowFormat, write_rows
 from dcpjax.mesh import DCP, partition, sharding
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)
@@ -36,10 +38,16 @@ class PoolShape:
     width: int
     dtype: jnp.dtype  # of the values
     is_native: bool = False  # stored as this type
+    row_format: RowFormat = PLAIN
 
     @property
     def storage_dtype(self) -> jnp.dtype:
-        return formats.storage_dtype(self.dtype, native=self.is_native)
+        return self.row_format.storage_dtype(self.dtype, native=self.is_native)
+
+    @property
+    def page_extent(self) -> tuple[int, int]:
+        """Stored values of a page of one layer and head: rows and columns."""
+        return self.row_format.page_extent(self.page_size, self.width)
 
     @property
     def scratch_page(self) -> int:
@@ -49,12 +57,13 @@ class PoolShape:
     def array_shape(self, ranks: int) -> tuple[int, int, int, int, int]:
         """Of the array over ``ranks`` ranks that share tokens."""
         pages = ranks * (self.num_pages + 1)
-        return (pages, self.num_layers, self.num_heads, self.page_size, self.width)
+        return (pages, self.num_layers, self.num_heads, *self.page_extent)
 
     def page_bytes(self, head_groups: int) -> int:
         """Bytes of one page of one rank."""
         heads = self.num_heads // head_groups
-        return self.num_layers * heads * self.page_size * self.width * self.dtype.itemsize
+        stored = math.prod(self.page_extent) * self.storage_dtype.itemsize
+        return self.num_layers * heads * stored
 
     def rank_bytes(self, head_groups: int) -> int:
         """Bytes of one rank's share of the pool, scratch page included."""
@@ -134,5 +143,4 @@ def write_tokens(
     values: Float[Array, "T h Dv"],
 ) -> Shaped[Array, "pages L h P W"]:
     """The pool with the tokens' keys and values at (page, layer, offset); local page ids."""
-    rows = formats.encode(jnp.concatenate([keys, values], axis=-1), pool.dtype)
-    return pool.at[pages, layer, :, offsets].set(rows, mode="promise_in_bounds")
+    return write_rows(pool, layer, pages, offsets, jnp.concatenate([keys, values], axis=-1))

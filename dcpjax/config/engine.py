@@ -20,7 +20,9 @@ PrefillGather = Literal["none", "q"]
 LoadFormat = Literal["auto", "dummy"]
 IndexKV = Literal["sharded", "replicated"]
 Device = Literal["auto", "cpu", "gpu", "neuron"]
-KVDTypeName = Literal["auto", "float32", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3"]
+KVDTypeName = Literal[
+    "auto", "float32", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3", "fp8_ds_mla"
+]
 StepFormName = Literal["auto", "dynamic", "static", "unrolled"]
 
 
@@ -38,7 +40,8 @@ class EngineConfig:
     )
     kv_cache_dtype: KVDTypeName = _option(
         "auto",
-        "type of cached keys and values; auto: as --dtype, fp8: float8_e4m3fn (Trn2: float8_e4m3)",
+        "type of cached keys and values; auto: as --dtype, fp8: float8_e4m3fn (Trn2: float8_e4m3), "
+        "fp8_ds_mla: latents and indexer keys in 8 bits with scales",
     )
     tensor_parallel_size: int = _option(
         1, "ranks that share the weights, DCP ranks included", "-tp"

@@ -9,8 +9,11 @@ from functools import cached_property
 import jax.numpy as jnp
 
 from dcpjax.attention.block import TokenSharding
+from dcpjax.cache import scaled_rows
 from dcpjax.cache.parts import CachePart, cache_parts
 from dcpjax.cache.pool import PoolShapes, part_shape
+from dcpjax.cache.rows import PLAIN, RowFormat
+from dcpjax.cache.scaled_rows import FP8_DS_MLA, scaled_format
 from dcpjax.config import (
     EngineConfig,
     GlmConfig,
@@ -88,7 +91,15 @@ class Blueprint:
         name = self.config.kv_cache_dtype
         if name == "auto":
             return self.dtype
+        if name == FP8_DS_MLA:
+            return scaled_rows.VALUES
         return jnp.dtype(self.fp8 if name == "fp8" else name)
+
+    def row_format(self, part: CachePart) -> RowFormat:
+        """How rows of a part are stored."""
+        if self.config.kv_cache_dtype != FP8_DS_MLA:
+            return PLAIN
+        return scaled_format(part, self.model, self.fp8)
 
     @cached_property
     def heads(self) -> HeadLayout:
@@ -144,6 +155,7 @@ class Blueprint:
                 ranks=self.config.decode_context_parallel_size,
                 dtype=self.kv_dtype,
                 is_native=self.form.native_pools,
+                row_format=self.row_format(part),
             )
             for part in self.parts
         }

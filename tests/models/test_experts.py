@@ -87,6 +87,19 @@ def test_there_is_one_sum_over_the_ranks():
     assert layer.lower(rows(3)).as_text().count("stablehlo.all_reduce") == 1
 
 
+@pytest.mark.parametrize("form", ["static", "unrolled"])
+def test_the_static_form_has_only_what_neuron_compiles(form):
+    """The dynamic one has all of it, so the words are those of this version of JAX."""
+    config = config_of(3, **GROUPED)
+    words = ("top_k", "stablehlo.sort", "stablehlo.scatter", "stablehlo.gather")
+
+    def program(form: str) -> str:
+        return make_layer(config, random_parameters(config, 0), form=form).lower(rows(3)).as_text()
+
+    assert all(word in program("dynamic") for word in words)
+    assert not any(word in program(form) for word in words)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_all_tokens_may_choose_the_same_experts(form):
     """More pairs of one expert than a tile has rows, and ranks with nothing to do."""
