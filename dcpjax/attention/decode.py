@@ -20,7 +20,7 @@ from dcpjax.attention.segment import (
     segments_attention,
     static_segments_attention,
 )
-from dcpjax.cache.rows import write_rows
+from dcpjax.cache.rows import PLAIN, RowFormat, write_rows
 from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import DCP
 
@@ -61,11 +61,16 @@ def merge_heads(
 
 
 def write_block(
-    pool: Array, layer: int | Array, block: Block, own: Shaped[Array, "B S k W"]
+    pool: Array,
+    layer: int | Array,
+    block: Block,
+    own: Shaped[Array, "B S k W"],
+    row_format: RowFormat = PLAIN,
 ) -> Array:
     """The pool with the rows of the block's own tokens in one layer."""
     pages, offsets = block.write_slots()
-    return write_rows(pool, layer, pages, offsets, own.reshape(pages.shape[0], *own.shape[2:]))
+    rows = own.reshape(pages.shape[0], *own.shape[2:])
+    return write_rows(pool, layer, pages, offsets, rows, row_format)
 
 
 def attend_block(

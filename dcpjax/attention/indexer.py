@@ -16,7 +16,7 @@ from jaxtyping import Float, Integer, Shaped
 
 from dcpjax.attention.block import Block, TokenSharding
 from dcpjax.attention.ragged import Reads, row_of, set_row
-from dcpjax.cache.rows import read_pages
+from dcpjax.cache.rows import PLAIN, RowFormat, read_pages
 from dcpjax.layout import active_mask, global_position, local_filled, local_index
 from dcpjax.mesh import DCP
 
@@ -45,12 +45,14 @@ class Query:
         q: [tokens, heads, D], rotated.
         weights: [tokens, heads] float32, of each head's part of the score.
         scale: of the products, before the negative ones are cut off.
+        row_format: of the pool of keys.
     """
 
     q: Float[Array, "T H D"]
     weights: Float[Array, "T H"]
     scale: float
     top_k: int
+    row_format: RowFormat = PLAIN
 
 
 def choose_tokens(
@@ -98,7 +100,7 @@ def _best_here(query: Query, pool: Array, layer: int | Array, block: Block) -> _
 
     def read(row: Array, number: Array, best: _Best) -> _Best:
         ids, first = reads.pages_of(row_of(block.page_tables, row), number)
-        found = read_pages(pool, layer, ids, q.dtype)[0]
+        found = read_pages(pool, layer, ids, q.dtype, query.row_format)[0]
         places = first + jnp.arange(reads.tokens, dtype=jnp.int32)
         scores = index_scores(row_of(q, row), row_of(weights, row), found, query.scale)
         visible = _visible(places, row_of(block.prior_lengths, row), block)

@@ -11,7 +11,7 @@ from dcpjax.attention.block import Block
 from dcpjax.attention.indexer import Choice
 from dcpjax.attention.ragged import for_each_read, row_of, set_row
 from dcpjax.attention.softmax import Running, attend, finish, nothing_seen
-from dcpjax.cache.rows import read_rows
+from dcpjax.cache.rows import PLAIN, RowFormat, read_rows
 
 READ_TOKENS = 512
 """Rows read at a time."""
@@ -26,6 +26,7 @@ def sparse_attention(
     *,
     value_width: int,
     scale: float,
+    row_format: RowFormat = PLAIN,
 ) -> tuple[Float[Array, "T H Dv"], Float[Array, "T H"]]:
     """Partial attention of all queries of a block to what is chosen of this rank's tokens.
 
@@ -47,7 +48,8 @@ def sparse_attention(
         places = row_of(indices, query)
         places = jnp.asarray(places[first + jnp.arange(chunk, dtype=jnp.int32)])
         pages = row_of(block.page_tables, query // block.width)[places // page_size]
-        rows = read_rows(pool, layer, pages, places % page_size, q.dtype).swapaxes(0, 1)
+        rows = read_rows(pool, layer, pages, places % page_size, q.dtype, row_format)
+        rows = rows.swapaxes(0, 1)
         is_chosen = first + jnp.arange(chunk, dtype=jnp.int32) < row_of(counts, query)
         rows = jnp.where(is_chosen[None, :, None], rows, jnp.zeros((), rows.dtype))
         after = attend(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dcpjax.attention.block import TokenSharding
 from dcpjax.cache import scaled_rows
-from dcpjax.cache.parts import CachePart, cache_parts
+from dcpjax.cache.parts import INDEXER, LATENT, CachePart, cache_parts
 from dcpjax.cache.pool import PoolShapes, part_shape
 from dcpjax.cache.rows import PLAIN, RowFormat
 from dcpjax.cache.scaled_rows import FP8_DS_MLA, scaled_format
@@ -99,6 +99,12 @@ class Blueprint:
         """How rows of a part are stored."""
         if self.config.kv_cache_dtype != FP8_DS_MLA:
             return PLAIN
+        if isinstance(self.model, GlmConfig) and self.model.indexer is None:
+            raise UnsupportedCombination(
+                "kv_cache_dtype='fp8_ds_mla' is read row by row, as sparse attention does",
+                kv_cache_dtype=FP8_DS_MLA,
+                architecture=self.model.architecture,
+            )
         return scaled_format(part, self.model, self.fp8)
 
     @cached_property
@@ -120,7 +126,17 @@ class Blueprint:
             config.prefill_gather,
             self.form,
             self.has_whole_index,
+            **self._formats,
         )
+
+    @property
+    def _formats(self) -> dict[str, RowFormat]:
+        """How latents and the indexer's keys are stored; the draft layer's as the model's."""
+        by_part = {part.name: part for part in self.parts}
+        names = {LATENT: "latent_format", INDEXER: "index_format"}
+        return {
+            name: self.row_format(by_part[part]) for part, name in names.items() if part in by_part
+        }
 
     @property
     def max_model_len(self) -> int:

@@ -20,6 +20,7 @@ from dcpjax.attention.indexer import Choice, Query, choose_tokens
 from dcpjax.attention.sparse import sparse_attention
 from dcpjax.cache.parts import INDEXER, LATENT
 from dcpjax.cache.pool import Pools
+from dcpjax.cache.rows import RowFormat
 from dcpjax.config import GlmConfig
 from dcpjax.mesh import DCP
 from dcpjax.models.layers import LayerNorm, RMSNorm, matmul, parameter, sum_ranks
@@ -121,7 +122,9 @@ class LatentAttention(nnx.Module):
         q_latent = self.q_a_norm(matmul(x, self.q_a[...]))
         rows = self._latent_rows(x, angles)
         pools = dict(pools)
-        pools[names.latent] = _write(pools[names.latent], place.latent, blocks, rows)
+        pools[names.latent] = _write(
+            pools[names.latent], place.latent, blocks, rows, self.sharding.latent_format
+        )
         if self.has_indexer and chooses:
             pools, choices = self._choose(x, q_latent, angles, blocks, pools, place, names)
         queries = split_blocks(self._queries(q_latent, angles), blocks)
@@ -162,14 +165,15 @@ class LatentAttention(nnx.Module):
         """Write the indexer's keys, then choose for each block."""
         key_blocks = tuple(b.whole() for b in blocks) if names.has_whole_keys else blocks
         keys = self.indexer.keys(x, angles)
-        pool = _write(pools[names.indexer], place.indexer, key_blocks, keys)
+        stored = self.sharding.index_format
+        pool = _write(pools[names.indexer], place.indexer, key_blocks, keys, stored)
         q, weights = self.indexer.queries(x, q_latent, angles)
         scale, top_k = q.shape[-1] ** -0.5, self.indexer.top_k
         asked = zip(
             split_blocks(q, blocks), split_blocks(weights, blocks), key_blocks, blocks, strict=True
         )
         choices = tuple(
-            choose_tokens(Query(q, w, scale, top_k), pool, place.indexer, keys, tokens)
+            choose_tokens(Query(q, w, scale, top_k, stored), pool, place.indexer, keys, tokens)
             for q, w, keys, tokens in asked
         )
         return {**pools, names.indexer: pool}, choices
@@ -196,7 +200,14 @@ class LatentAttention(nnx.Module):
         if block.sharding.ranks > 1:
             q = lax.all_gather(q, DCP, axis=1, tiled=True)
         out, lse = sparse_attention(
-            q, pool, layer, block, choice, value_width=self.latent, scale=self.scale
+            q,
+            pool,
+            layer,
+            block,
+            choice,
+            value_width=self.latent,
+            scale=self.scale,
+            row_format=self.sharding.latent_format,
         )
         return merge_heads(out, lse, block, self.sharding.comm_backend)
 
@@ -214,10 +225,12 @@ def _by_head(x: Float[Array, "T h A"], weight: Float[Array, "h A B"]) -> Float[A
     return jnp.einsum("tha,hab->thb", x, weight, precision=precision)
 
 
-def _write(pool: Array, layer: Array, blocks: tuple[Block, ...], rows: Array) -> Array:
+def _write(
+    pool: Array, layer: Array, blocks: tuple[Block, ...], rows: Array, row_format: RowFormat
+) -> Array:
     """The pool of a part with the rows of all blocks in one layer."""
     for block, own in zip(blocks, split_blocks(rows, blocks), strict=True):
-        pool = write_block(pool, layer, block, block.take_own(own))
+        pool = write_block(pool, layer, block, block.take_own(own), row_format)
     return pool
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dcpjax.cache.rows import PLAIN, RowFormat
 from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import HeadLayout
 
@@ -10,7 +11,8 @@ from dcpjax.mesh import HeadLayout
 class Sharding:
     """How a model is spread over the mesh, and how its ranks work and exchange results.
 
-    ``has_whole_index``: every DCP rank keeps the indexer's keys of all tokens.
+    ``has_whole_index``: every DCP rank keeps the indexer's keys of all tokens. ``latent_format``,
+    ``index_format``: how rows of latents and of these keys are stored.
     """
 
     heads: HeadLayout
@@ -18,6 +20,8 @@ class Sharding:
     prefill_gather: str = "none"
     form: StepForm = DYNAMIC
     has_whole_index: bool = False
+    latent_format: RowFormat = PLAIN
+    index_format: RowFormat = PLAIN
 
     @property
     def ranks(self) -> int:
