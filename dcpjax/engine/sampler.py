@@ -181,7 +181,8 @@ class Sampler:
         )
 
     def start(self, request: Request) -> None:
-        """Begin the counts of a request that got its slot, if it needs them."""
+        """Begin the counts of a request that got its slot, if penalties need them: those of the
+        others mean nothing, tokens behind rejected drafts are among them."""
         if request.params.has_penalties:
             self._reset_row(request)
 

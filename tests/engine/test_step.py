@@ -50,6 +50,7 @@ def test_tokens_come_from_the_host_or_from_a_row_of_the_devices():
     views["token_ids"][:] = range(10, 18)
     views["sources"][:] = [FROM_HOST, 3, 0]
     previous = np.arange(100, 112).reshape(4, 3)
+    views = shape.views(jnp.asarray(packed))
     found = token_ids(shape, views, jnp.asarray(previous, jnp.int32))
     assert found.tolist() == [10, 11, 109, 110, 100, 101, 16, 17]
 
