@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Integer, Shaped
 
-from dcpjax.cache import formats
+from dcpjax.cache import formats, widths
 from dcpjax.mesh import DCP, partition, sharding
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)
@@ -50,11 +50,12 @@ class PoolShape:
     def page_bytes(self, head_groups: int) -> int:
         """Bytes of one page of one rank."""
         heads = self.num_heads // head_groups
-        return self.num_layers * heads * self.page_size * self.width * self.dtype.itemsize
+        token_bytes = self.width * self.dtype.itemsize
+        return widths.page_bytes(self.num_layers, heads, self.page_size, token_bytes)
 
     def rank_bytes(self, head_groups: int) -> int:
         """Bytes of one rank's share of the pool, scratch page included."""
-        return (self.num_pages + 1) * self.page_bytes(head_groups)
+        return widths.pool_bytes(self.num_pages, self.page_bytes(head_groups))
 
 
 def allocate_pool(shape: PoolShape, mesh: Mesh) -> Array:
