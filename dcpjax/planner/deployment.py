@@ -6,7 +6,7 @@ from typing import Literal
 from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
 from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError, LayoutError, MeshError, UnsupportedCombination
-from dcpjax.layout import KVPlacement, heads_per_rank, layer_range
+from dcpjax.layout import KVPlacement
 from dcpjax.planner.models import ModelShape
 
 PrefillKV = Literal["replicated", "sharded", "layer_split"]
@@ -86,42 +86,31 @@ class Deployment:
             return self.cache_dtype
         return FP8_DS_MLA if model.latent else "bfloat16"
 
-    def rank_heads(self, part: PartWidth) -> int:
-        """Heads of a part that a rank holds.
-
-        Raises:
-            MeshError: neither of head groups and heads divides the other.
-        """
-        if self.pcp > 1:
-            return max(1, part.heads // self.tp)
-        try:
-            return heads_per_rank(self.tp, self.dcp, part.heads)
-        except LayoutError as error:
-            raise MeshError(error.rule, **error.values) from error
-
-    def rank_layers(self, part: PartWidth) -> int:
-        """Layers of a part that the rank with most of them holds."""
-        if self.prefill_kv == "layer_split":
-            start, stop = layer_range(part.layers, self.pcp, 0)
-            return stop - start
-        return part.layers
-
     def is_whole(self, part: PartWidth) -> bool:
         """Whether every rank of a copy holds all tokens of a part: that of a draft, except where
         prefill gathers every layer's tokens anyway."""
         return part.is_draft and self.prefill_kv != "sharded"
 
-    def part_placement(self, part: PartWidth) -> KVPlacement:
+    def part_placement(self, part: PartWidth, model: ModelShape) -> KVPlacement:
         """Which rank of one copy holds what of a part.
 
         Raises:
             UnsupportedCombination: PCP ranks that are split by heads as well.
+            MeshError: neither of head groups and heads divides the other.
         """
         if self.pcp > 1 and self.tp > 1:
             raise UnsupportedCombination(
                 "placements of PCP ranks have whole heads, so tp is 1", tp=self.tp, pcp=self.pcp
             )
-        shape = {"layers": part.layers, "kv_heads": part.heads, "page_size": self.page_size}
+        try:
+            if part.name == "indexer" and model.indexer and self.prefill_kv == "layer_split":
+                return self._placement(part, model.num_layers).select_layers(model.indexer.layers)
+            return self._placement(part, part.layers)
+        except LayoutError as error:
+            raise MeshError(error.rule, **error.values) from error
+
+    def _placement(self, part: PartWidth, layers: int) -> KVPlacement:
+        shape = {"layers": layers, "kv_heads": part.heads, "page_size": self.page_size}
         if self.prefill_kv == "layer_split":
             return KVPlacement.layer_split(self.pcp, **shape)
         if self.pcp > 1:

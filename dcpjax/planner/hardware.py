@@ -1,4 +1,4 @@
-"""Devices: memory, rates and links; collectives as measured on one of them, scaled to the others."""
+"""Devices: memory, rates and links. Collectives as measured on one, scaled to the others."""
 
 import math
 from dataclasses import dataclass, fields

@@ -159,7 +159,7 @@ def capacity(
     if not 0 < share <= 1:
         raise ConfigError("utilization is in (0, 1]", utilization=share)
     parts = deployment_parts(shape, deployment)
-    page = page_bytes(deployment, parts)
+    page = page_bytes(shape, deployment)
     workspace = (
         constant("workspace_gib").value * GIB if workspace_bytes is None else workspace_bytes
     )
@@ -186,17 +186,17 @@ def deployment_parts(model: ModelShape, deployment: Deployment) -> tuple[PartWid
     return kv_parts(model, cache_dtype=dtype, mtp=deployment.draft_tokens > 0)
 
 
-def page_bytes(deployment: Deployment, parts: tuple[PartWidth, ...]) -> int:
+def page_bytes(model: ModelShape, deployment: Deployment) -> int:
     """Bytes of one page id on the rank that holds most, all parts together."""
-    return sum(
-        widths.page_bytes(
-            deployment.rank_layers(part),
-            deployment.rank_heads(part),
-            deployment.virtual_page if deployment.is_whole(part) else deployment.page_size,
-            part.bytes_per_token,
-        )
-        for part in parts
-    )
+    return sum(_part_page_bytes(model, deployment, p) for p in deployment_parts(model, deployment))
+
+
+def _part_page_bytes(model: ModelShape, deployment: Deployment, part: PartWidth) -> int:
+    tokens = deployment.virtual_page if deployment.is_whole(part) else deployment.page_size
+    shares = deployment.part_placement(part, model).shares
+    layers = max(share.num_layers for share in shares)
+    heads = max(share.num_heads for share in shares)
+    return widths.page_bytes(layers, heads, tokens, part.bytes_per_token)
 
 
 def _rank_weights(model: ModelShape, deployment: Deployment) -> WeightBytes:

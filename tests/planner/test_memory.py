@@ -20,7 +20,6 @@ from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import GIB
 from dcpjax.planner.memory import (
     capacity,
-    deployment_parts,
     kv_bytes_per_token,
     kv_parts,
     page_bytes,
@@ -115,7 +114,7 @@ def test_the_engine_s_arrays_are_as_large(name, tp, dcp, page_size, dtype, tmp_p
 
     model = find_model(str(folder))
     deployment = Deployment(tp=tp, dcp=dcp, page_size=page_size, cache_dtype=dtype)
-    page = page_bytes(deployment, deployment_parts(model, deployment))
+    page = page_bytes(model, deployment)
     num_pages = widths.default_pages(free, page, 1)
     assert shape.num_pages == num_pages > 2
     shares = {shard.data.nbytes for shard in pool.addressable_shards}
@@ -132,7 +131,7 @@ def test_the_comparison_can_fail(tmp_path):
     sizes = []
     for change in changes:
         deployment = Deployment(**{**base, **change})
-        sizes.append(page_bytes(deployment, deployment_parts(model, deployment)))
+        sizes.append(page_bytes(model, deployment))
     assert sizes[0] == 2 * sizes[2] == 4 * sizes[3]
     assert sizes[0] == sizes[1]  # two groups hold one head each, four hold copies
     assert 1 * sizes[0] == sizes[4]
@@ -172,9 +171,7 @@ def test_a_draft_pool_is_whole_on_every_rank():
     """N times the tokens of one layer: a factor N on its bytes for each token a rank holds."""
     without = Deployment(tp=8, dcp=8)
     with_draft = Deployment(tp=8, dcp=8, draft_tokens=3)
-    sizes = [
-        page_bytes(d, deployment_parts(find_model("glm-5.2"), d)) for d in (without, with_draft)
-    ]
+    sizes = [page_bytes(find_model("glm-5.2"), d) for d in (without, with_draft)]
     assert sizes == [64 * 53940, 64 * (53940 + 8 * 788)]
 
 
@@ -186,7 +183,7 @@ def test_capacity_scales_with_the_ranks_that_share_tokens():
 def test_a_layer_split_divides_the_layers():
     whole = capacity("glm-5.2", "h200", Deployment(pcp=8))
     split = capacity("glm-5.2", "h200", Deployment(pcp=8, prefill_kv="layer_split"))
-    assert split.rank_token_bytes == 10 * 656 + 3 * 132
+    assert split.rank_token_bytes == 10 * 656 + 4 * 132  # layers 0, 1, 2 and 6 have an indexer
     assert whole.rank_token_bytes == 78 * 656 + 21 * 132
 
 
