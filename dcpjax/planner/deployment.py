@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
-from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError, LayoutError, MeshError, UnsupportedCombination
 from dcpjax.layout import KVPlacement
 from dcpjax.planner.models import ModelShape
@@ -129,16 +128,7 @@ class Deployment:
         return " ".join(words)
 
     def engine_settings(self, model: ModelShape) -> dict[str, object]:
-        """The same as settings of our engine.
-
-        Raises:
-            ConfigError: the engine has no such settings.
-        """
-        if self.dp > 1:
-            raise UnsupportedCombination(
-                "an engine of this version has one copy of the attention",
-                data_parallel_size=self.dp,
-            )
+        """The same as settings of our engine, whether it takes them or not."""
         settings: dict[str, object] = {
             "tensor_parallel_size": self.tp,
             "decode_context_parallel_size": self.dcp,
@@ -146,6 +136,8 @@ class Deployment:
             "cp_kv_cache_interleave_size": self.page_size,
             "block_size": self.page_size,
         }
+        if self.dp > 1:
+            settings["data_parallel_size"] = self.dp
         dtype = self.stored_dtype(model)
         if dtype != "bfloat16":
             settings["kv_cache_dtype"] = dtype
@@ -153,5 +145,4 @@ class Deployment:
             settings["prefill_kv"] = self.prefill_kv
         if self.exchange != "ag_rs":
             settings["dcp_comm_backend"] = self.exchange
-        EngineConfig.from_settings(model.name, dict(settings))
         return settings

@@ -122,6 +122,10 @@ class Capacity:
     def explain(self, context: int) -> str:
         """Whether one sequence fits, with the numbers."""
         name = self.deployment.label()
+        if self.free_bytes < 0:
+            return (
+                f"{name}: weights and buffers alone are {-self.free_bytes / GIB:.1f} GiB too much"
+            )
         needed = context * self.rank_token_bytes / GIB
         free, missing = self.free_bytes / GIB, self.missing_bytes(context) / GIB
         start = f"{name}: a sequence of {context:,} tokens takes {needed:.1f} GiB of each rank"
