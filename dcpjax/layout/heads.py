@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from dcpjax.errors import LayoutError, MeshError
 from dcpjax.layout.ranks import head_group, heads_per_rank
@@ -64,19 +65,20 @@ class HeadLayout:
         return self.group_kv_heads * self.queries_per_kv_head
 
     @cached_property
-    def kv_head_source(self) -> np.ndarray:
+    def kv_head_source(self) -> npt.NDArray[np.int64]:
         """For each placed KV head [groups · group_kv_heads]: the model's."""
         ranks = self.groups * self.dcp
         groups = [head_group(ranks, self.dcp, self.num_kv_heads, g) for g in range(self.groups)]
-        return np.concatenate([np.arange(start, stop) for start, stop in groups])
+        heads: list[npt.NDArray[np.int64]] = [np.arange(start, stop) for start, stop in groups]
+        return np.concatenate(heads)
 
     @cached_property
-    def q_head_source(self) -> np.ndarray:
+    def q_head_source(self) -> npt.NDArray[np.int64]:
         """For each placed query head [groups · group_heads]: the model's, −1 for zeros."""
         real = self.num_heads // self.num_kv_heads
         place = np.arange(self.copies * self.queries_per_kv_head)
         of_kv_head = np.where(place < real, place, -1)
-        rows = []
+        rows: list[npt.NDArray[np.int64]] = []
         for index, kv_head in enumerate(self.kv_head_source):
             copy = index % self.copies if self.copies > 1 else 0
             start = copy * self.queries_per_kv_head

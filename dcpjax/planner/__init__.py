@@ -28,8 +28,8 @@ from dcpjax.planner.sim_build import build_cluster as build_cluster
 from dcpjax.planner.sim_build import parse_engines as parse_engines
 from dcpjax.planner.sim_cluster import Cluster as Cluster
 from dcpjax.planner.sim_cluster import Failure as Failure
-from dcpjax.planner.sim_engine import EngineSpec as EngineSpec
 from dcpjax.planner.sim_report import Objective as Objective
+from dcpjax.planner.sim_step import EngineSpec as EngineSpec
 from dcpjax.planner.simulate import simulate as simulate
 from dcpjax.planner.step_times import ConstantSteps as ConstantSteps
 from dcpjax.planner.step_times import EstimatedSteps as EstimatedSteps

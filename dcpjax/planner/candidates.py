@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from dcpjax.errors import ConfigError
 from dcpjax.planner.demand import Demand
@@ -56,7 +57,7 @@ class Engines:
 
 def prefill_deployments(size: int, draft_tokens: int, cache_dtype: str) -> Iterator[Deployment]:
     """Ways for ``size`` devices to compute prompts."""
-    common = {"draft_tokens": draft_tokens, "cache_dtype": cache_dtype}
+    common: dict[str, Any] = {"draft_tokens": draft_tokens, "cache_dtype": cache_dtype}
     yield from decode_deployments(size, draft_tokens, cache_dtype)
     if size > 1:
         yield Deployment(pcp=size, **common)
@@ -66,7 +67,7 @@ def prefill_deployments(size: int, draft_tokens: int, cache_dtype: str) -> Itera
 
 def decode_deployments(size: int, draft_tokens: int, cache_dtype: str) -> Iterator[Deployment]:
     """Ways for ``size`` devices to generate: copies, or tensor parallel with any DCP."""
-    common = {"draft_tokens": draft_tokens, "cache_dtype": cache_dtype}
+    common: dict[str, Any] = {"draft_tokens": draft_tokens, "cache_dtype": cache_dtype}
     if size > 1:
         yield Deployment(dp=size, **common)
     for dcp in range(1, size + 1):

@@ -184,7 +184,8 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def _stored_weights(config: Mapping[str, Any]) -> str:
-    is_quantized = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    quantization: Any = config.get("quantization_config") or {}
+    is_quantized = quantization.get("quant_method") == "fp8"
     return "fp8" if is_quantized else str(config.get("torch_dtype") or "bfloat16")
 
 

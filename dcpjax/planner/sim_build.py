@@ -12,7 +12,7 @@ from dcpjax.planner.hardware import GIB, Device, constant
 from dcpjax.planner.memory import Capacity, capacity, deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.planner.sim_cluster import Cluster, Failure, Routing
-from dcpjax.planner.sim_engine import EngineSpec
+from dcpjax.planner.sim_step import EngineSpec
 from dcpjax.planner.step_times import EstimatedSteps, StepTimes
 from dcpjax.planner.steps import acceptance_length
 from dcpjax.planner.transfers import transfer_cost
@@ -79,11 +79,16 @@ def build_cluster(
     Raises:
         ConfigError: an engine without room for a single page.
     """
-    settings = {"host_gib": host_gib, "max_batch": max_batch, "chunk": chunk, "steps": steps}
+    settings: dict[str, Any] = {
+        "host_gib": host_gib,
+        "max_batch": max_batch,
+        "chunk": chunk,
+        "steps": steps,
+    }
     decode_room = _room(model, device, candidate.decode, context)
     accepted = acceptance or acceptance_length(model, candidate.decode.draft_tokens)
     is_split = candidate.prefill is not None
-    decode_settings = {**settings, "host_gib": 0.0} if is_split else settings
+    decode_settings: dict[str, Any] = {**settings, "host_gib": 0.0} if is_split else settings
     decode = _engines(decode_room, candidate.num_decode, acceptance=accepted, **decode_settings)
     cluster = Cluster(
         decode=decode,

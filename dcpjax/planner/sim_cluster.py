@@ -1,13 +1,14 @@
 """Simulated engines together: who gets a request, how its KV moves, what fails."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dcpjax.errors import ConfigError
 from dcpjax.planner.events import EventQueue
-from dcpjax.planner.sim_engine import Engine, EngineSpec
+from dcpjax.planner.sim_engine import Engine
 from dcpjax.planner.sim_job import Job
+from dcpjax.planner.sim_step import EngineSpec
 
 Routing = Literal["round_robin", "least_loaded", "prefix"]
 PREFIX_WEIGHT, LOAD_WEIGHT = 3.0, 2.0
@@ -79,7 +80,7 @@ class ClusterState:
 
     def __init__(self, cluster: Cluster, events: EventQueue, block_tokens: int) -> None:
         self.cluster, self.events = cluster, events
-        self.on_finished = lambda job: None
+        self.on_finished: Callable[[Job], None] | None = None
         self._turn = {"prefill": 0, "decode": 0}
         self._links: dict[int, float] = {}
         self.transferred_tokens = 0
@@ -181,7 +182,8 @@ class ClusterState:
 
     def _finish(self, engine: Engine, job: Job) -> None:
         del engine
-        self.on_finished(job)
+        if self.on_finished is not None:
+            self.on_finished(job)
 
     def _schedule(self, failure: Failure) -> None:
         engine: Engine = getattr(self, failure.role)[failure.index]

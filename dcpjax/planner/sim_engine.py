@@ -9,47 +9,11 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from dcpjax.planner.events import EventQueue
 from dcpjax.planner.sim_job import Job
 from dcpjax.planner.sim_pool import PagePool, Reservation
-from dcpjax.planner.step_times import StepTimes
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """One engine (one copy of the attention).
-
-    Attributes:
-        num_pages: of ``page_tokens`` tokens each: virtual pages, all ranks together.
-        host_pages: pages that the host's memory keeps of what was evicted.
-        host_seconds: to copy a page back from there.
-        max_batch: sequences at the same time.
-        chunk: prompt tokens of a step.
-        acceptance: tokens that a decode step yields for each sequence.
-    """
-
-    steps: StepTimes
-    num_pages: int
-    page_tokens: int = 64
-    host_pages: int = 0
-    host_seconds: float = 0.0
-    max_batch: int = 256
-    chunk: int = 2048
-    acceptance: float = 1.0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_pages * self.page_tokens
-
-    def pages(self, num_tokens: int) -> int:
-        """Pages of a sequence."""
-        return -(-num_tokens // self.page_tokens)
-
-    def holds(self, job: Job) -> bool:
-        """Whether a request fits into an empty engine."""
-        return job.num_tokens <= self.num_tokens
+from dcpjax.planner.sim_step import EngineSpec, Step
 
 
 class Engine:
@@ -86,7 +50,7 @@ class Engine:
         self._decodes_first_token = decodes_first_token
         self._on_prefilled, self._on_finished = on_prefilled, on_finished
         self._on_reserved: Callable[[Engine, Job], None] | None = None
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._chunks: Sequence[tuple[Job, int]] = ()
         self._firsts: Sequence[Job] = ()
         self._is_between_steps = False
@@ -203,7 +167,7 @@ class Engine:
             seconds += fixed + per_token * self._cached
         is_run = not self._chunks and bool(self._decoding)
         steps = self._decoding[0][0] - self.num_steps if is_run else 1
-        self._begin_step(_Step(self.events.now, steps, seconds, self._growth(), is_run))
+        self._begin_step(Step(self.events.now, steps, seconds, self._growth(), is_run))
 
     def _growth(self) -> float:
         """Seconds by which each decode step is longer than the one before."""
@@ -212,17 +176,17 @@ class Engine:
         _, per_token = self.spec.steps.decode(len(self._decoding))
         return per_token * len(self._decoding) * self.spec.acceptance
 
-    def _begin_step(self, step: "_Step") -> None:
+    def _begin_step(self, step: "Step") -> None:
         self._step = step
         self.events.at(step.end, lambda: self._end_step(step))
 
-    def _cut_run(self, step: "_Step") -> None:
+    def _cut_run(self, step: "Step") -> None:
         """End the run with the step that is being computed."""
         done = step.steps_until(self.events.now)
         if done < step.num_steps:
             self._begin_step(step.first(done))
 
-    def _end_step(self, step: "_Step") -> None:
+    def _end_step(self, step: "Step") -> None:
         if step is not self._step:
             return  # cut, or the engine failed
         self._step, self._is_between_steps = None, True
@@ -295,7 +259,7 @@ class Engine:
                 self.pool.publish(job.holdings[self.number], self.page_ids(job))
         self._firsts, self._new = self._new if self._decodes_first_token else [], []
 
-    def _finish_decodes(self, step: "_Step") -> None:
+    def _finish_decodes(self, step: "Step") -> None:
         """Count the steps, and let go whoever has all tokens."""
         if not self._decoding:
             return
@@ -316,36 +280,3 @@ class Engine:
         """Give up the pages of a request that is done, at the end of a step."""
         del self.jobs[job.number]
         self.pool.release(job.holdings.pop(self.number))
-
-
-@dataclass(frozen=True, eq=False)
-class _Step:
-    """One step, or a run of ``num_steps`` decode steps, each ``growth`` seconds longer."""
-
-    begin: float
-    num_steps: int
-    seconds: float  # of the first
-    growth: float
-    is_run: bool
-
-    @property
-    def end(self) -> float:
-        return self.begin + self._seconds_of(self.num_steps)
-
-    def _seconds_of(self, steps: int) -> float:
-        return steps * self.seconds + self.growth * steps * (steps - 1) / 2
-
-    def steps_until(self, time: float) -> int:
-        """The steps that have ended at ``time``, and the one that is computed then."""
-        low, high = 1, self.num_steps
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (
-                (low, middle)
-                if self.begin + self._seconds_of(middle) >= time
-                else (middle + 1, high)
-            )
-        return low
-
-    def first(self, steps: int) -> "_Step":
-        return _Step(self.begin, steps, self.seconds, self.growth, self.is_run)

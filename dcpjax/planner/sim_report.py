@@ -9,8 +9,6 @@ from dcpjax.errors import ConfigError
 from dcpjax.planner.sim_cluster import Cluster, ClusterState
 from dcpjax.planner.sim_job import Job
 
-PERCENTILES = (50, 90, 99)
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -30,9 +28,8 @@ def percentile(ranked: Sequence[float], percent: float) -> float:
 
 def spread(values: Sequence[float]) -> Spread:
     ranked = sorted(values)
-    return Spread(
-        sum(ranked) / len(ranked), *(percentile(ranked, p) for p in PERCENTILES), ranked[-1]
-    )
+    p50, p90, p99 = (percentile(ranked, percent) for percent in (50, 90, 99))
+    return Spread(sum(ranked) / len(ranked), p50, p90, p99, ranked[-1])
 
 
 @dataclass(frozen=True)

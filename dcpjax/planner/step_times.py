@@ -146,4 +146,4 @@ def _fit(
             found[columns] = some
             break
         del columns[int(np.argmin(some * np.abs(matrix[:, columns]).max(axis=0)))]
-    return tuple(float(value) for value in found)
+    return float(found[0]), float(found[1]), float(found[2])

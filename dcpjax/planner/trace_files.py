@@ -57,14 +57,14 @@ def read_mooncake(path: Path) -> tuple[Sequence[Session], int]:
         last = time
         num_input = int(_number(row, "input_length", where, least=1))
         num_output = int(_number(row, "output_length", where))
-        ids = row.get("hash_ids", [])
-        if not isinstance(ids, list) or len(ids) != -(-num_input // MOONCAKE_BLOCK):
+        ids = _list({"hash_ids": [], **row}, "hash_ids", where)
+        if len(ids) != -(-num_input // MOONCAKE_BLOCK):
             raise TraceError(
                 f"hash_ids has an id for each {MOONCAKE_BLOCK} tokens of the prompt",
                 **where,
                 input_length=num_input,
             )
-        blocks = tuple(cast(list[int], ids)[: num_input // MOONCAKE_BLOCK])
+        blocks = tuple(ids[: num_input // MOONCAKE_BLOCK])
         turn = Turn(num_input, max(1, num_output), blocks)
         sessions.append(Session(time / 1000, (turn,)))
     return sessions, MOONCAKE_BLOCK
@@ -151,7 +151,8 @@ def _weka_trace(file: Path) -> dict[str, Any]:
         return _json_object(file.read_text(encoding="utf-8"), {"path": str(file), "line": 1})
     lines = _json_lines(file)
     next(lines, None)  # where the file comes from
-    where, head = next(lines, ({"path": str(file)}, {}))
+    nothing: dict[str, Any] = {}
+    where, head = next(lines, ({"path": str(file)}, nothing))
     head["requests"] = _delta_entries(lines, int(_number(head, "requests", where)), where)
     return head
 
@@ -164,7 +165,8 @@ def _delta_entries(
     entries: list[dict[str, Any]] = []
     before: list[int] = []
     for _ in range(count):
-        where, entry = next(lines, (where, {}))
+        nothing: dict[str, Any] = {}
+        where, entry = next(lines, (where, nothing))
         if entry.get("type") == "subagent":
             count_inside = int(_number(entry, "requests", where))
             entry["requests"] = _delta_entries(lines, count_inside, where)

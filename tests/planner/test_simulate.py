@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dcpjax.errors import ConfigError
 from dcpjax.planner.generate import Workload, generate_trace
 from dcpjax.planner.sim_cluster import Cluster, Failure
-from dcpjax.planner.sim_engine import EngineSpec
 from dcpjax.planner.sim_report import Objective, percentile
+from dcpjax.planner.sim_step import EngineSpec
 from dcpjax.planner.simulate import Simulation, simulate
 from dcpjax.planner.step_times import ConstantSteps, RecordedSteps
 from dcpjax.planner.trace_files import Session, Turn

@@ -97,7 +97,7 @@ ROW = {"timestamp": 5, "input_length": 600, "output_length": 2, "hash_ids": [1, 
         ({**ROW, "output_length": -1}, "output_length"),
         ({**ROW, "output_length": "many"}, "output_length"),
         ({**ROW, "hash_ids": [1]}, "an id for each 512 tokens"),
-        ({**ROW, "hash_ids": None}, "an id for each 512 tokens"),
+        ({**ROW, "hash_ids": None}, "hash_ids is a list"),
         ({key: value for key, value in ROW.items() if key != "timestamp"}, "timestamp"),
     ],
 )

@@ -9,4 +9,4 @@ from typing import Any
 @functools.cache
 def read_data(name: str) -> dict[str, Any]:
     """The contents of ``name``.json in this folder. Shared between callers: not to be changed."""
-    return json.loads(resources.files(__package__).joinpath(f"{name}.json").read_text("utf-8"))
+    return json.loads(resources.files(__name__).joinpath(f"{name}.json").read_text("utf-8"))
