@@ -29,7 +29,8 @@ SIZE = Size()
 @option("Traffic", "--num-input", type=SIZE, help="prompt tokens of a usual request; default: 1/8")
 @option("Traffic", "--num-output", type=SIZE, default="512", help="tokens of a usual answer")
 @option("Traffic", "--hit-rate", default=0.0, help="share of prompt tokens that were seen before")
-@option("Traffic", "--concurrency", default=16, help="users who wait for an answer at a time")
+@option("Traffic", "--concurrency", default=16, help="users, each with one request at a time")
+@option("Traffic", "--think", default=0.0, help="seconds between an answer and the next request")
 @option("Objectives", "--ttft", type=float, help="seconds to the first token, at most")
 @option("Objectives", "--tpot", type=float, help="seconds per further token, at most")
 @option("Engine", "--draft-tokens", type=int, help="of the draft layer; default: 3 if there is one")
@@ -48,6 +49,7 @@ def plan_command(
     num_output: int,
     hit_rate: float,
     concurrency: int,
+    think: float,
     ttft: float | None,
     tpot: float | None,
     draft_tokens: int | None,
@@ -78,6 +80,7 @@ def plan_command(
         num_output=num_output,
         hit_rate=hit_rate,
         concurrency=concurrency,
+        think=think,
     )
     if ttft is not None:
         demand = replace(demand, ttft=ttft)

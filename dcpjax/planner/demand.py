@@ -30,7 +30,8 @@ class Demand:
         context: tokens of the longest sequence that has to fit.
         num_input, num_output: tokens of a usual request.
         hit_rate: share of prompt tokens that are a prefix seen before.
-        concurrency: users that wait for an answer at the same time.
+        concurrency: users, each of whom sends one request after the other.
+        think: seconds that a user takes from an answer to the next request.
         ttft, tpot: objectives in seconds.
 
     Raises:
@@ -42,6 +43,7 @@ class Demand:
     num_output: int = 512
     hit_rate: float = 0.0
     concurrency: int = 16
+    think: float = 0.0
     ttft: float = math.inf
     tpot: float = math.inf
 
@@ -51,6 +53,8 @@ class Demand:
                 raise ConfigError(f"{name} is at least 1", **{name: getattr(self, name)})
         if not 0 <= self.hit_rate < 1:
             raise ConfigError("hit_rate is in [0, 1)", hit_rate=self.hit_rate)
+        if not 0 <= self.think < math.inf:
+            raise ConfigError("think is a number of seconds of at least 0", think=self.think)
         if not (self.ttft > 0 and self.tpot > 0):
             raise ConfigError("objectives are above 0", ttft=self.ttft, tpot=self.tpot)
         if self.num_input + self.num_output > self.context:

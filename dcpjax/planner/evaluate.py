@@ -2,7 +2,8 @@
 
 Users send a request, wait for the answer and send the next. Prompts queue before the prefill
 engines (one server each, constant service), answers are generated in batches that memory limits.
-The throughput X is the one at which ``concurrency = X · time of a request``, by Little's law.
+The throughput X is the one at which ``concurrency = X · (time of a request + think time)``, by
+Little's law.
 """
 
 import functools
@@ -104,7 +105,7 @@ def evaluate(
         transfer=transfer,
         is_split=candidate.prefill is not None,
     )
-    rate = queue.solve(demand.concurrency)
+    rate = queue.solve(demand.concurrency, demand.think)
     return _point(setting, candidate, queue, rate, hits)
 
 
@@ -200,15 +201,17 @@ class _Queue:
         before = self.wait(rate) + self.prompt + self.transfer
         return before + self._stretched(self.batch(rate), rate)
 
-    def solve(self, concurrency: int) -> float:
-        """Requests per second with so many users."""
+    def solve(self, concurrency: int, think: float) -> float:
+        """Requests per second of so many users."""
         low, high = 0.0, self.most
-        if high * self.total(high) <= concurrency:
+        if high * (self.total(high) + think) <= concurrency:
             return high
         for _ in range(50):
             middle = (low + high) / 2
             low, high = (
-                (middle, high) if middle * self.total(middle) < concurrency else (low, middle)
+                (middle, high)
+                if middle * (self.total(middle) + think) < concurrency
+                else (low, middle)
             )
         return low
 
@@ -218,7 +221,7 @@ def _point(
 ) -> Point:
     demand = setting.demand
     batch = queue.batch(rate)
-    request = demand.concurrency / rate  # with the wait for room, where there is one
+    request = demand.concurrency / rate - demand.think  # with the wait for room, where there is one
     stretch = 1.0 if queue.is_split else 1 / max(1e-9, 1 - queue.busy(rate))
     tpot = queue.tpot(batch) * stretch
     tokens = demand.num_input + demand.num_output

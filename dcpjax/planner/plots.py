@@ -1,6 +1,7 @@
 """Pictures of plans, each with one message. matplotlib is imported when one is made."""
 # pyright: basic
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -70,32 +71,30 @@ def plot_tpot(model: ModelShape, device: Device, deployment: Deployment, batch: 
 
 
 def plot_reshard(source: KVPlacement, target: KVPlacement, num_pages: int) -> "Figure":
-    """Layers × pages: who sends (rows) and who receives (columns), as colours of two squares."""
+    """Layers × pages of a sequence: the receiver as colour, the sender as shade."""
     figure, axes = _axes(
-        "One transfer cuts two ways: layers by sender, pages by receiver",
+        "One transfer, cut by receiver (colour) and by sender (shade)",
         "page of the sequence, by receiving rank",
-        "layer, by sending rank",
+        "layer, by the rank that sends its first page",
         (6.4, 4.2),
     )
-    page = np.arange(num_pages) * target.page_size
-    layers = np.arange(source.layers)
-    senders = _first_holder(source, layers, np.zeros_like(layers))
-    receivers = _first_holder(target, np.zeros_like(page), page)
-    table = senders[:, None] * target.num_ranks + receivers[None, :]
-    palette = np.array(
-        [_mixed(s, r) for s in range(source.num_ranks) for r in range(target.num_ranks)]
-    )
-    axes.imshow(palette[table], aspect="auto", interpolation="nearest")
-    axes.set_xticks(range(num_pages), [str(rank) for rank in receivers], fontsize=7)
-    edges = np.flatnonzero(np.diff(senders, prepend=-1))
-    axes.set_yticks(edges, [f"{layer} (rank {senders[layer]})" for layer in edges], fontsize=7)
+    layers, tokens = np.arange(source.layers)[:, None], np.arange(num_pages) * target.page_size
+    senders = _first_holder(source, layers, tokens[None, :])
+    receivers = _first_holder(target, layers, tokens[None, :])
+    ranks = itertools.product(range(source.num_ranks), range(target.num_ranks))
+    palette = np.array([_mixed(*path) for path in ranks])
+    table = palette[senders * target.num_ranks + receivers]
+    axes.imshow(table, aspect="auto", interpolation="nearest")
+    axes.set_xticks(range(num_pages), [str(rank) for rank in receivers[0]], fontsize=7)
+    edges = np.flatnonzero(np.diff(senders[:, 0], prepend=-1))
+    axes.set_yticks(edges, [f"{layer} (rank {senders[layer, 0]})" for layer in edges], fontsize=7)
     return figure
 
 
 def _first_holder(placement: KVPlacement, layers: Any, tokens: Any) -> Any:
     """The first rank that holds each (layer, token)."""
     holds = [placement.holds(rank, layers, 0, tokens) for rank in range(placement.num_ranks)]
-    return np.argmax(np.array(holds), axis=0)
+    return np.argmax(np.array(np.broadcast_arrays(*holds)), axis=0)
 
 
 def _mixed(sender: int, receiver: int) -> tuple[float, float, float]:
