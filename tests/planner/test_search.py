@@ -84,8 +84,8 @@ def test_a_frontier_by_hand(glm):
 
 
 def test_commands_are_accepted_by_the_cli(glm):
-    point, commands = glm.servable
-    assert point.candidate.decode.dp == 1 and commands.commands
+    _, commands = glm.servable
+    assert commands.commands
     for command in commands.commands:
         parse(command)
 
