@@ -89,10 +89,14 @@ class RecordedSteps:
 
     ``decode = a + b · batch + c · cached tokens``, ``prefill = d + e · tokens + f · tokens ·
     (prior + tokens / 2)``.
+
+    Attributes:
+        widths: chunks that were compiled, ascending: a chunk takes as long as the next wider one.
     """
 
     decode_line: tuple[float, float, float]
     prefill_line: tuple[float, float, float]
+    widths: tuple[int, ...] = ()
 
     def decode(self, batch: int) -> tuple[float, float]:
         fixed, per_sequence, per_token = self.decode_line
@@ -100,20 +104,22 @@ class RecordedSteps:
 
     def prefill(self, tokens: int, prior: int) -> float:
         fixed, per_token, per_pair = self.prefill_line
+        tokens = _width(tokens, self.widths)
         return fixed + tokens * (per_token + per_pair * (prior + tokens / 2))
 
 
 def read_steps(path: Path) -> RecordedSteps:
     """A table of recorded steps, as JSON.
 
-    ``{"decode": [[batch, cached tokens, seconds], …], "prefill": [[tokens, prior, seconds], …]}``
+    ``{"decode": [[batch, cached tokens, seconds], …], "prefill": [[tokens, prior, seconds], …]}``,
+    and where chunks were compiled for some widths only ``"widths": [64, 512]``.
 
     Raises:
         ConfigError: no such table.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        return fit_steps(table["decode"], table["prefill"])
+        return fit_steps(table["decode"], table["prefill"], table.get("widths", ()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"a table of steps has lists decode and prefill of three numbers each: {error!r}",
@@ -122,15 +128,24 @@ def read_steps(path: Path) -> RecordedSteps:
 
 
 def fit_steps(
-    decode: Sequence[Sequence[float]], prefill: Sequence[Sequence[float]]
+    decode: Sequence[Sequence[float]],
+    prefill: Sequence[Sequence[float]],
+    widths: Sequence[int] = (),
 ) -> RecordedSteps:
     """Least squares of the relative error, no coefficient below 0."""
     decode_rows = [(1.0, batch, cached) for batch, cached, _ in decode]
-    prefill_rows = [(1.0, tokens, tokens * (prior + tokens / 2)) for tokens, prior, _ in prefill]
+    chunks = [(_width(tokens, widths), prior) for tokens, prior, _ in prefill]
+    prefill_rows = [(1.0, tokens, tokens * (prior + tokens / 2)) for tokens, prior in chunks]
     return RecordedSteps(
         _fit(decode_rows, [seconds for *_, seconds in decode]),
         _fit(prefill_rows, [seconds for *_, seconds in prefill]),
+        tuple(widths),
     )
+
+
+def _width(tokens: float, widths: Sequence[int]) -> float:
+    """Tokens that a chunk computes, padding included."""
+    return next((width for width in widths if width >= tokens), tokens)
 
 
 def _fit(
