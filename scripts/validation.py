@@ -6,7 +6,7 @@ python -m scripts.validation
 from pathlib import Path
 
 from dcpjax.planner.validation import render
-from dcpjax.planner.validation_rows import all_chapters
+from dcpjax.planner.validation_kernels import all_chapters
 
 PAGE = Path(__file__).resolve().parent.parent / "dcpjax" / "planner" / "VALIDATION.md"
 

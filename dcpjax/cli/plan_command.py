@@ -1,9 +1,8 @@
 """``dcpjax plan``: which cluster, does it fit, what it does, and how to start it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +12,7 @@ from dcpjax.cli.tables import Size, need_matplotlib, show_sections, write_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from dcpjax.planner import Demand
     from dcpjax.planner.search import SearchResult
 
 SIZE = Size()
@@ -41,23 +41,10 @@ SIZE = Size()
 @option("Output", "--html", type=click.Path(path_type=Path), help="file for one page with all")
 def plan_command(
     model: str,
-    device: str,
-    num_devices: int,
-    host_gib: float,
-    context: int | None,
-    num_input: int | None,
-    num_output: int,
-    hit_rate: float,
-    concurrency: int,
-    think: float,
-    ttft: float | None,
-    tpot: float | None,
-    draft_tokens: int | None,
-    kv_cache_dtype: str,
-    model_path: str | None,
     as_json: bool,
     plots: Path | None,
     html: Path | None,
+    **options: Any,
 ) -> None:
     """Find the best way to serve MODEL on some devices, without any of them.
 
@@ -68,33 +55,20 @@ def plan_command(
     Example: contexts of 1M tokens on two nodes
         dcpjax plan glm-5.2 --device h200 --num-devices 16 --context 1M --hit-rate 0.9
     """
-    from dcpjax.planner import Demand, find_model, search
+    from dcpjax.planner import search
     from dcpjax.planner.document import plan_document, plan_sections
 
     if plots or html:
         need_matplotlib()
-    longest = find_model(model).max_context if context is None else context
-    demand = Demand(
-        context=longest,
-        num_input=max(1, longest // 8) if num_input is None else num_input,
-        num_output=num_output,
-        hit_rate=hit_rate,
-        concurrency=concurrency,
-        think=think,
-    )
-    if ttft is not None:
-        demand = replace(demand, ttft=ttft)
-    if tpot is not None:
-        demand = replace(demand, tpot=tpot)
     result = search(
         model,
-        device,
-        num_devices,
-        demand,
-        draft_tokens=draft_tokens,
-        cache_dtype=kv_cache_dtype,
-        host_gib=host_gib,
-        model_argument=model_path or model,
+        options["device"],
+        options["num_devices"],
+        _demand(model, options),
+        draft_tokens=options["draft_tokens"],
+        cache_dtype=options["kv_cache_dtype"],
+        host_gib=options["host_gib"],
+        model_argument=options["model_path"] or model,
     )
     document = plan_document(result)
     figures = _figures(result) if plots or html else {}
@@ -103,12 +77,31 @@ def plan_command(
     if html:
         from dcpjax.planner.page import render_page
 
-        title = f"{result.setting.model.name} on {num_devices} {result.setting.device.title}"
+        title = (
+            f"{document['model']['name']} on {result.num_devices} × {document['device']['title']}"
+        )
         write_text(html, render_page(title, plan_sections(document), figures))
     if as_json:
         click.echo(json.dumps(document))
     else:
         show_sections(plan_sections(document))
+
+
+def _demand(model: str, options: dict[str, Any]) -> "Demand":
+    """What is asked for; a usual request has an eighth of the longest context unless told."""
+    from dcpjax.planner import Demand, find_model
+
+    context = options["context"] or find_model(model).max_context
+    objectives = {name: options[name] for name in ("ttft", "tpot") if options[name] is not None}
+    return Demand(
+        context=context,
+        num_input=options["num_input"] or max(1, context // 8),
+        num_output=options["num_output"],
+        hit_rate=options["hit_rate"],
+        concurrency=options["concurrency"],
+        think=options["think"],
+        **objectives,
+    )
 
 
 def _figures(result: "SearchResult") -> "dict[str, Figure]":

@@ -95,7 +95,7 @@ def simulate_command(
             --trace conversations/ --concurrency 16 --draft-tokens 3
     """
     from dcpjax.planner import simulate
-    from dcpjax.planner.document import report_sections
+    from dcpjax.planner.sections import report_sections
 
     if plots or html:
         need_matplotlib()

@@ -11,7 +11,7 @@ from rich.table import Table
 from dcpjax.cli.options import WrongSettings
 from dcpjax.errors import ConfigError
 from dcpjax.planner.demand import parse_size
-from dcpjax.planner.document import Section
+from dcpjax.planner.sections import Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

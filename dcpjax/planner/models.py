@@ -57,9 +57,16 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One decoder. ``latent`` is None for attention with key and value heads."""
+    """One decoder. ``latent`` is None for attention with key and value heads.
+
+    Attributes:
+        model_type: the family, as config.json names it.
+        weights: the type of the stored weights.
+        source, kind: where the shape comes from.
+    """
 
     name: str
+    model_type: str
     num_layers: int
     hidden_size: int
     vocab_size: int
@@ -155,6 +162,7 @@ def read_shape(
     entry = entry or {"source": "config.json", "kind": "datasheet"}
     return ModelShape(
         name=name,
+        model_type=kind,
         num_layers=layers,
         hidden_size=hidden,
         vocab_size=_count(config, "vocab_size"),

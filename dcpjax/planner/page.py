@@ -6,7 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcpjax.planner.document import Section
+from dcpjax.planner.sections import Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -104,8 +104,8 @@ class RecordedSteps:
 
     def prefill(self, tokens: int, prior: int) -> float:
         fixed, per_token, per_pair = self.prefill_line
-        tokens = _width(tokens, self.widths)
-        return fixed + tokens * (per_token + per_pair * (prior + tokens / 2))
+        width = _width(tokens, self.widths)
+        return fixed + width * (per_token + per_pair * (prior + width / 2))
 
 
 def read_steps(path: Path) -> RecordedSteps:

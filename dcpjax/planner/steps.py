@@ -71,7 +71,7 @@ def acceptance_length(model: ModelShape, draft_tokens: int) -> float:
     """
     if not draft_tokens or not model.mtp_layers:
         return 1.0
-    table = read_data("acceptance")["glm" if model.name.startswith("glm") else "deepseek"]
+    table = read_data("acceptance")["glm" if model.model_type.startswith("glm") else "deepseek"]
     known = [int(count) for count in table if int(count) <= draft_tokens]
     return table[str(max(known))] if known else 1.0
 

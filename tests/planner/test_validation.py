@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dcpjax.planner.validation import Chapter, Row, one, render
-from dcpjax.planner.validation_rows import all_chapters
+from dcpjax.planner.validation_kernels import all_chapters
 
 PAGE = Path(__file__).resolve().parents[2] / "dcpjax" / "planner" / "VALIDATION.md"
 
