@@ -231,8 +231,9 @@ class Engine:
             if job.computed == job.cached_tokens:
                 job.started = self.events.now
                 seconds.append(job.host_tokens / self.spec.page_tokens * self.spec.host_seconds)
+            shared = self.spec.steps.fixed if chunks or self._decoding else 0.0
             chunks.append((job, tokens))
-            seconds.append(self.spec.steps.prefill(tokens, job.computed))
+            seconds.append(max(0.0, self.spec.steps.prefill(tokens, job.computed) - shared))
             left -= tokens
         self._chunks = chunks
         return seconds

@@ -29,7 +29,12 @@ class StepTimes(Protocol):
         ...
 
     def prefill(self, tokens: int, prior: int) -> float:
-        """Of a chunk of a prompt after ``prior`` tokens of it."""
+        """Of a chunk of a prompt after ``prior`` tokens of it, alone in its step."""
+        ...
+
+    @property
+    def fixed(self) -> float:
+        """The part of a chunk's time that chunks and answers of one step have in common."""
         ...
 
 
@@ -40,6 +45,7 @@ class ConstantSteps:
     decode_seconds: float
     prefill_seconds: float
     per_cached_token: float = 0.0
+    fixed: float = 0.0
 
     def decode(self, batch: int) -> tuple[float, float]:
         del batch
@@ -65,6 +71,10 @@ class EstimatedSteps:
         rounded = max(TOKEN_GRAIN, round(tokens / TOKEN_GRAIN) * TOKEN_GRAIN)
         return _prefill_seconds(self, rounded, round(prior / PRIOR_GRAIN) * PRIOR_GRAIN)
 
+    @property
+    def fixed(self) -> float:
+        return _launch_seconds(self)
+
 
 @functools.lru_cache(maxsize=65536)
 def _decode_line(steps: EstimatedSteps, batch: int) -> tuple[float, float]:
@@ -81,6 +91,12 @@ def _decode_line(steps: EstimatedSteps, batch: int) -> tuple[float, float]:
 @functools.lru_cache(maxsize=65536)
 def _prefill_seconds(steps: EstimatedSteps, tokens: int, prior: int) -> float:
     return prefill_step(steps.model, steps.device, steps.deployment, tokens, prior).seconds
+
+
+@functools.lru_cache(maxsize=64)
+def _launch_seconds(steps: EstimatedSteps) -> float:
+    step = prefill_step(steps.model, steps.device, steps.deployment, TOKEN_GRAIN, 0)
+    return step.by_part()["launches"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,10 @@ class RecordedSteps:
         fixed, per_token, per_pair = self.prefill_line
         width = _width(tokens, self.widths)
         return fixed + width * (per_token + per_pair * (prior + width / 2))
+
+    @property
+    def fixed(self) -> float:
+        return self.prefill_line[0]
 
 
 def read_steps(path: Path) -> RecordedSteps:

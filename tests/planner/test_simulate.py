@@ -198,6 +198,16 @@ def test_prefill_and_decode_apart_by_hand():
     assert [job.joined - job.prefilled for job in jobs] == pytest.approx([0.26, 0.52], abs=2.01)
 
 
+def test_what_a_step_takes_anyway_counts_once():
+    """Chunks of 3 s of which 1 s is the step's own: 3 + 2 s for two; 2 s beside an answer."""
+    steps = ConstantSteps(0.5, 3.0, fixed=1.0)
+    spec = EngineSpec(steps, 100, 16, max_batch=2)
+    _, jobs = run_checked(arrivals([0, 0], num_output=2), Cluster(decode=(spec,)))
+    assert [job.first_token for job in jobs] == [5, 5]
+    _, jobs = run_checked(arrivals([0, 3.2], num_output=3), Cluster(decode=(spec,)))
+    assert jobs[1].started == 3.5 and jobs[1].first_token == 3.5 + 2.0 + 0.5
+
+
 def test_acceptance_divides_the_steps():
     for acceptance, steps in ((1.0, 12), (2.0, 6), (2.99, 5), (100.0, 1)):
         spec = EngineSpec(ConstantSteps(1.0, 0.0), 100, 16, acceptance=acceptance)
