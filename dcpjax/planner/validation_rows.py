@@ -9,7 +9,7 @@ from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.evaluate import Setting, evaluate
 from dcpjax.planner.generate import Workload, generate_trace
 from dcpjax.planner.hardware import GIB, constant, find_device
-from dcpjax.planner.memory import capacity, kv_bytes_per_token
+from dcpjax.planner.memory import capacity, kv_bytes_per_token, kv_parts
 from dcpjax.planner.models import find_model
 from dcpjax.planner.roofline import indexer_crossover, model_intensity
 from dcpjax.planner.sim_cluster import Cluster
@@ -95,6 +95,14 @@ def reserve_of_seed_a() -> float:
     return room.free_bytes - tokens * room.rank_token_bytes
 
 
+def _whole_keys() -> float:
+    """The ratio for eight ranks that each keep the index keys and the draft's cache whole."""
+    parts = kv_parts(GLM)
+    sharded = sum(part.total for part in parts if part.name == "latent")
+    total = sum(part.total for part in parts)
+    return total / (sharded / 8 + total - sharded)
+
+
 def capacity_chapter() -> Chapter:
     """Table 1 of the reshard post."""
     reserve = reserve_of_seed_a()
@@ -113,10 +121,12 @@ def capacity_chapter() -> Chapter:
         one("DCP8", 9.34, tokens(8), "M tokens", 2, "predicted", "the same"),
         one("DCP1 without speculation", 2.0, tokens(1, drafts=0), "M tokens", 1, "predicted",
             "at DCP1 the draft's pool is 1.6 % of the KV; the gap must be graphs and buffers"),
+        one("DCP8 over DCP1, SGLang #39330", 756_224 / 235_456, tokens(8) / tokens(1), "×", 2,
+            "predicted", f"whole index keys on every rank there: with them {_whole_keys():.1f}"),
     )  # fmt: skip
     text = (
         "Source: the reshard post, Table 1: GLM-5.2 in FP8 on B300, TP8, four LoRA experts, EAGLE. "
-        "Cache of 576 B a token and layer, 132 B an indexer key."
+        "Cache of 576 B a token and layer, 132 B an indexer key. Last row: GLM-5.3, Hopper."
     )
     return Chapter("Capacity against DCP", text, rows)
 
