@@ -14,6 +14,9 @@ DcpjaxError
 ├── AuditError                    a compiled step copies the KV pool, or does not update it in place
 ├── EngineDeadError               the engine stopped; nothing can be served any more
 │
+│   of the planner alone, in ``planner/trace_files.py``:
+├── TraceError (ConfigError)      a file of requests that cannot be read: names the line
+│
 │   of the HTTP server alone, in ``server/errors.py``:
 ├── LegError                      an engine behind the router does not answer: HTTP 503
 ├── SequenceFailedError           the engine gave up one sequence: HTTP 500

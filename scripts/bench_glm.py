@@ -67,8 +67,8 @@ def make_bench(model: GlmConfig, block_size: int) -> Bench:
     blueprint = Blueprint(config, model, "cpu", "float32")
     mesh = decode_mesh(jax.devices()[:1], 1)
     shapes = expected_tensors(model)
-    empty = Checkpoint(model, shapes, np.empty, "float32", Path("random"))
-    placed = place_model(random_weights(empty, 0), blueprint.sharding, mesh, jnp.float32)
+    nothing = Checkpoint(model, shapes, lambda name: np.empty(shapes[name]), "float32", Path())
+    placed = place_model(random_weights(nothing, 0), blueprint.sharding, mesh, jnp.float32)
     (table_width,) = blueprint.table_widths
     pool_shapes = blueprint.pool_shapes(table_width)
     shape = StepShape(1, 0, 0, table_width)

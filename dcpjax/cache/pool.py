@@ -19,6 +19,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Integer, Shaped
 
+from dcpjax.cache import widths
 from dcpjax.cache.parts import CachePart
 from dcpjax.cache.rows import PLAIN, RowFormat, write_rows
 from dcpjax.mesh import DCP, partition, sharding
@@ -63,11 +64,11 @@ class PoolShape:
         """Bytes of one page of one rank."""
         heads = self.num_heads // head_groups
         stored = math.prod(self.page_extent) * self.storage_dtype.itemsize
-        return self.num_layers * heads * stored
+        return widths.page_bytes(self.num_layers, heads, self.page_size, stored // self.page_size)
 
     def rank_bytes(self, head_groups: int) -> int:
         """Bytes of one rank's share of the pool, scratch page included."""
-        return (self.num_pages + 1) * self.page_bytes(head_groups)
+        return widths.pool_bytes(self.num_pages, self.page_bytes(head_groups))
 
 
 Pools = dict[str, Array]

@@ -6,6 +6,7 @@ import psutil
 from jax.sharding import Mesh
 
 from dcpjax.cache.pool import PoolShapes
+from dcpjax.cache.widths import affordable_pages, default_pages
 from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError
 
@@ -28,10 +29,10 @@ def choose_num_pages(
     free = _free_bytes_per_rank(mesh)
     if config.num_pages is not None:
         wanted = config.num_pages
-        affordable = free // page_bytes - 1  # one is the scratch page
+        affordable = affordable_pages(free, page_bytes)
     else:
         per_sequence = -(-max_model_len // config.virtual_page_size)
-        affordable = _rounded(int(free * _share(mesh)) // page_bytes - 1)
+        affordable = default_pages(free, page_bytes, _share(mesh))
         wanted = min(config.max_num_seqs * per_sequence, max(1, affordable))
     if wanted > affordable:
         raise ConfigError(
@@ -41,13 +42,6 @@ def choose_num_pages(
             free_bytes=free,
         )
     return shapes.with_pages(wanted)
-
-
-def _rounded(num_pages: int) -> int:
-    """Down to three significant bits, so that a start with a little less free memory compiles no
-    new programs: the shape of the pool is part of what they are kept under."""
-    step = 1 << max(num_pages.bit_length() - 3, 0)
-    return num_pages // step * step if num_pages > 0 else num_pages
 
 
 def _is_cpu(mesh: Mesh) -> bool:

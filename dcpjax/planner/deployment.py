@@ -1,0 +1,148 @@
+"""How one engine spreads a model over its devices, and what of a cache each rank then holds."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
+from dcpjax.errors import ConfigError, LayoutError, MeshError, UnsupportedCombination
+from dcpjax.layout import KVPlacement
+from dcpjax.planner.models import ModelShape
+
+PrefillKV = Literal["replicated", "sharded", "layer_split"]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The ranks of one engine. ``dp`` copies of the attention, each with its own sequences.
+
+    Experts are spread over all ranks; everything else over the ``tp`` ranks of a copy.
+
+    Attributes:
+        tp: tensor parallel size, DCP ranks included where ``pcp`` is 1.
+        dcp: ranks that share the tokens of a sequence; with ``pcp`` it is 1, pcp or tp * pcp.
+        pcp: ranks that share the tokens of a prompt.
+        prefill_kv: where a PCP engine keeps the cache.
+        page_size: tokens of one page of one rank.
+        cache_dtype: of cached values; "auto": ``fp8_ds_mla`` for latents, else bfloat16.
+        draft_tokens: tokens that the draft layer proposes in each step; 0: no draft.
+
+    Raises:
+        ConfigError: sizes below 1, or that do not fit together.
+    """
+
+    tp: int = 1
+    dcp: int = 1
+    pcp: int = 1
+    dp: int = 1
+    prefill_kv: PrefillKV = "replicated"
+    exchange: Literal["ag_rs", "a2a"] = "ag_rs"
+    page_size: int = 64
+    cache_dtype: str = "auto"
+    draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dcp", "pcp", "dp", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is at least 1", **{name: getattr(self, name)})
+        if self.draft_tokens < 0:
+            raise ConfigError("draft_tokens is at least 0", draft_tokens=self.draft_tokens)
+        if self.pcp == 1 and self.tp % self.dcp:
+            raise MeshError("dcp divides tp", tp=self.tp, dcp=self.dcp)
+        if self.pcp > 1 and self.dcp not in (1, self.pcp, self.tp * self.pcp):
+            raise MeshError(
+                "with pcp, dcp is 1, pcp or tp * pcp", tp=self.tp, pcp=self.pcp, dcp=self.dcp
+            )
+        if self.pcp > 1 and (self.prefill_kv == "sharded") != (self.dcp > 1):
+            raise UnsupportedCombination(
+                "with pcp, prefill_kv is 'sharded' exactly where dcp is above 1",
+                prefill_kv=self.prefill_kv,
+                dcp=self.dcp,
+            )
+        if self.pcp == 1 and self.prefill_kv != "replicated":
+            raise UnsupportedCombination(
+                "prefill_kv names where PCP ranks keep the cache, so it needs pcp > 1",
+                prefill_kv=self.prefill_kv,
+                pcp=self.pcp,
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pcp * self.dp
+
+    @property
+    def virtual_page(self) -> int:
+        """Tokens of a sequence that one page id stands for, the grain of the prefix cache."""
+        return self.page_size * self.dcp
+
+    @property
+    def head_groups(self) -> int:
+        """Groups of ranks that hold different heads, in one PCP rank."""
+        return self.tp // self.dcp if self.pcp == 1 else max(1, self.tp * self.pcp // self.dcp)
+
+    def stored_dtype(self, model: ModelShape) -> str:
+        """Of cached values."""
+        if self.cache_dtype != "auto":
+            return self.cache_dtype
+        return FP8_DS_MLA if model.latent else "bfloat16"
+
+    def is_whole(self, part: PartWidth) -> bool:
+        """Whether every rank of a copy holds all tokens of a part: that of a draft, except where
+        prefill gathers every layer's tokens anyway."""
+        return part.is_draft and self.prefill_kv != "sharded"
+
+    def part_placement(self, part: PartWidth, model: ModelShape) -> KVPlacement:
+        """Which rank of one copy holds what of a part.
+
+        Raises:
+            UnsupportedCombination: PCP ranks that are split by heads as well.
+            MeshError: neither of head groups and heads divides the other.
+        """
+        if self.pcp > 1 and self.tp > 1:
+            raise UnsupportedCombination(
+                "placements of PCP ranks have whole heads, so tp is 1", tp=self.tp, pcp=self.pcp
+            )
+        try:
+            if part.name == "indexer" and model.indexer and self.prefill_kv == "layer_split":
+                return self._placement(part, model.num_layers).select_layers(model.indexer.layers)
+            return self._placement(part, part.layers)
+        except LayoutError as error:
+            raise MeshError(error.rule, **error.values) from error
+
+    def _placement(self, part: PartWidth, layers: int) -> KVPlacement:
+        shape = {"layers": layers, "kv_heads": part.heads, "page_size": self.page_size}
+        if self.prefill_kv == "layer_split":
+            return KVPlacement.layer_split(self.pcp, **shape)
+        if self.pcp > 1:
+            interleave = self.page_size if self.prefill_kv == "sharded" else None
+            return KVPlacement.pcp(self.pcp, **shape, interleave=interleave)
+        if self.is_whole(part) or self.dcp == 1:
+            return KVPlacement.tensor_parallel(self.tp, **shape)
+        return KVPlacement.decode(self.tp, self.dcp, **shape, interleave=self.page_size)
+
+    def label(self) -> str:
+        """A short name: ``TP8 DCP8``, ``PCP8 layer_split``."""
+        sizes = [("DP", self.dp), ("PCP", self.pcp), ("TP", self.tp), ("DCP", self.dcp)]
+        words = [f"{name}{size}" for name, size in sizes if size > 1] or ["TP1"]
+        if self.prefill_kv == "layer_split":
+            words.append("layer split")
+        return " ".join(words)
+
+    def engine_settings(self, model: ModelShape) -> dict[str, object]:
+        """The same as settings of our engine, whether it takes them or not."""
+        settings: dict[str, object] = {
+            "tensor_parallel_size": self.tp,
+            "decode_context_parallel_size": self.dcp,
+            "prefill_context_parallel_size": self.pcp,
+            "cp_kv_cache_interleave_size": self.page_size,
+            "block_size": self.page_size,
+        }
+        if self.dp > 1:
+            settings["data_parallel_size"] = self.dp
+        dtype = self.stored_dtype(model)
+        if dtype != "bfloat16":
+            settings["kv_cache_dtype"] = dtype
+        if self.prefill_kv != "replicated":
+            settings["prefill_kv"] = self.prefill_kv
+        if self.exchange != "ag_rs":
+            settings["dcp_comm_backend"] = self.exchange
+        return settings

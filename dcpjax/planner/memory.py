@@ -1,0 +1,224 @@
+"""What a rank's memory holds, and how many tokens are left room for.
+
+Widths of tokens, pages and pools are the engine's own functions (``cache/widths.py``).
+"""
+
+from dataclasses import dataclass
+
+from dcpjax.cache import widths
+from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
+from dcpjax.errors import ConfigError
+from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.hardware import GIB, Device, constant, find_device
+from dcpjax.planner.models import Model, ModelShape, find_model
+from dcpjax.planner.parameters import WeightBytes, weight_bytes
+
+
+def kv_parts(
+    model: Model, *, cache_dtype: str = FP8_DS_MLA, mtp: bool = True
+) -> tuple[PartWidth, ...]:
+    """The parts of a model's cache, the draft layer's last.
+
+    Args:
+        cache_dtype: ``fp8_ds_mla`` (latents only), or a type of single values.
+        mtp: with the cache of the draft layer, where the model has one.
+
+    Raises:
+        ConfigError: a type that this model's cache does not have.
+    """
+    shape = find_model(model)
+    parts = _target_parts(shape, cache_dtype)
+    if not mtp or not shape.mtp_layers:
+        return parts
+    drafts = (
+        PartWidth(f"mtp {part.name}", shape.mtp_layers, part.heads, part.bytes_per_token, True)
+        for part in parts
+    )
+    return (*parts, *drafts)
+
+
+def _target_parts(shape: ModelShape, dtype: str) -> tuple[PartWidth, ...]:
+    latent, indexer = shape.latent, shape.indexer
+    if latent is None:
+        if dtype == FP8_DS_MLA:
+            raise ConfigError(
+                "fp8_ds_mla is a layout of latents; keys and values are bfloat16, float32 or fp8",
+                model=shape.name,
+                cache_dtype=dtype,
+            )
+        width = widths.head_token_bytes(shape.head_dim, dtype)
+        return (PartWidth("kv", shape.num_layers, shape.num_kv_heads, width),)
+    width = widths.latent_token_bytes(latent.kv_rank, latent.rope_dim, dtype)
+    parts = [PartWidth("latent", shape.num_layers, 1, width)]
+    if indexer is not None:
+        width = widths.index_token_bytes(indexer.head_dim, dtype)
+        parts.append(PartWidth("indexer", shape.index_layers, 1, width))
+    return tuple(parts)
+
+
+def kv_bytes_per_token(model: Model, *, cache_dtype: str = FP8_DS_MLA, mtp: bool = True) -> int:
+    """Bytes of one token in all layers and heads, not counting copies: 54,728 for GLM-5.2."""
+    return sum(part.total for part in kv_parts(model, cache_dtype=cache_dtype, mtp=mtp))
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One user of a rank's memory."""
+
+    name: str
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The memory of one rank, and the tokens that fit.
+
+    Attributes:
+        used: what is there before the cache.
+        page_bytes: of one page id on one rank, all parts; a draft's part has all tokens of the
+            virtual page.
+        num_pages: usable pages of a rank; 0 where none fits.
+    """
+
+    model: ModelShape
+    device: Device
+    deployment: Deployment
+    memory_bytes: float
+    used: tuple[MemoryItem, ...]
+    page_bytes: int
+    num_pages: int
+
+    @property
+    def free_bytes(self) -> int:
+        """For the cache of a rank; negative where the rest alone does not fit."""
+        return int(self.memory_bytes - sum(item.num_bytes for item in self.used))
+
+    @property
+    def rank_token_bytes(self) -> float:
+        """Bytes that one token of a sequence costs each rank."""
+        return self.page_bytes / self.deployment.virtual_page
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of sequences that one copy of the attention can hold."""
+        return self.num_pages * self.deployment.virtual_page
+
+    @property
+    def total_tokens(self) -> int:
+        """Of the engine: all copies."""
+        return self.tokens * self.deployment.dp
+
+    def num_requests(self, context: int) -> int:
+        """Sequences of so many tokens that fit at the same time, in all copies."""
+        pages = -(-context // self.deployment.virtual_page)
+        return self.num_pages // pages * self.deployment.dp
+
+    def missing_bytes(self, context: int) -> int:
+        """What a rank lacks for one sequence of so many tokens; 0 where it fits."""
+        pages = -(-context // self.deployment.virtual_page)
+        needed = widths.pool_bytes(pages, self.page_bytes)
+        return max(0, needed - self.free_bytes)
+
+    def explain(self, context: int) -> str:
+        """Whether one sequence fits, with the numbers."""
+        name = self.deployment.label()
+        if self.free_bytes < 0:
+            return (
+                f"{name}: weights and buffers alone are {-self.free_bytes / GIB:.1f} GiB too much"
+            )
+        needed = context * self.rank_token_bytes / GIB
+        free, missing = self.free_bytes / GIB, self.missing_bytes(context) / GIB
+        start = f"{name}: a sequence of {context:,} tokens takes {needed:.1f} GiB of each rank"
+        if missing:
+            return f"{start}, of which {free:.1f} GiB are free: {missing:.1f} GiB short"
+        return f"{start}; {free:.1f} GiB are free, {self.num_requests(context)} such sequences fit"
+
+
+def capacity(
+    model: Model,
+    device: str | Device,
+    deployment: Deployment | None = None,
+    *,
+    context: int = 0,
+    chunk: int = 2048,
+    utilization: float | None = None,
+    workspace_bytes: float | None = None,
+) -> Capacity:
+    """What fits into a rank's memory beside the weights.
+
+    Args:
+        context: longest sequence that is computed; PCP ranks that share a cache by tokens copy one
+            layer of it whole, and the next one meanwhile.
+        chunk: prompt tokens of a step, for the transient layer of a layer split.
+        utilization: share of the memory that may be used; default 0.9.
+        workspace_bytes: activations, graphs, buffers; default 10 GiB.
+
+    Raises:
+        ConfigError: a model, device or cache type that does not exist, or a utilization outside
+            (0, 1].
+    """
+    shape, chip = find_model(model), find_device(device)
+    deployment = deployment or Deployment()
+    share = constant("memory_utilization").value if utilization is None else utilization
+    if not 0 < share <= 1:
+        raise ConfigError("utilization is in (0, 1]", utilization=share)
+    parts = deployment_parts(shape, deployment)
+    page = page_bytes(shape, deployment)
+    workspace = (
+        constant("workspace_gib").value * GIB if workspace_bytes is None else workspace_bytes
+    )
+    weights = _rank_weights(shape, deployment)
+    used = [
+        MemoryItem("attention weights", weights.attention),
+        MemoryItem("expert weights", weights.experts),
+        MemoryItem("dense feed-forward weights", weights.dense),
+        MemoryItem("embedding and head", weights.embedding),
+        MemoryItem("draft layer weights", weights.mtp),
+        MemoryItem("activations, graphs, buffers", workspace),
+        MemoryItem("temporary copies of a layer", _copied_bytes(deployment, parts, context, chunk)),
+    ]
+    used = tuple(item for item in used if item.num_bytes)
+    memory = chip.memory_bytes * share
+    free = int(memory - sum(item.num_bytes for item in used))
+    num_pages = max(0, widths.affordable_pages(free, page))
+    return Capacity(shape, chip, deployment, memory, used, page, num_pages)
+
+
+def deployment_parts(model: ModelShape, deployment: Deployment) -> tuple[PartWidth, ...]:
+    """The parts of the cache that an engine of this deployment has."""
+    dtype = deployment.stored_dtype(model)
+    return kv_parts(model, cache_dtype=dtype, mtp=deployment.draft_tokens > 0)
+
+
+def page_bytes(model: ModelShape, deployment: Deployment) -> int:
+    """Bytes of one page id on the rank that holds most, all parts together."""
+    return sum(_part_page_bytes(model, deployment, p) for p in deployment_parts(model, deployment))
+
+
+def _part_page_bytes(model: ModelShape, deployment: Deployment, part: PartWidth) -> int:
+    tokens = deployment.virtual_page if deployment.is_whole(part) else deployment.page_size
+    shares = deployment.part_placement(part, model).shares
+    layers = max(share.num_layers for share in shares)
+    heads = max(share.num_heads for share in shares)
+    return widths.page_bytes(layers, heads, tokens, part.bytes_per_token)
+
+
+def _rank_weights(model: ModelShape, deployment: Deployment) -> WeightBytes:
+    return weight_bytes(
+        model,
+        tp=deployment.tp,
+        expert_ranks=deployment.num_devices,
+        mtp=deployment.draft_tokens > 0,
+    )
+
+
+def _copied_bytes(
+    deployment: Deployment, parts: tuple[PartWidth, ...], context: int, chunk: int
+) -> int:
+    """Temporary copies of a layer's cache that prefill makes."""
+    layer = sum(part.bytes_per_token for part in parts if not part.is_draft)
+    if deployment.prefill_kv == "sharded":
+        return 2 * context * layer
+    if deployment.prefill_kv == "layer_split":
+        return max(context, chunk) * layer
+    return 0

@@ -1,0 +1,74 @@
+"""What a simulated engine is, and one of its steps: the numbers, without what happens to them."""
+
+from dataclasses import dataclass
+
+from dcpjax.planner.sim_job import Job
+from dcpjax.planner.step_times import StepTimes
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine (one copy of the attention).
+
+    Attributes:
+        num_pages: of ``page_tokens`` tokens each: virtual pages, all ranks together.
+        host_pages: pages that the host's memory keeps of what was evicted.
+        host_seconds: to copy a page back from there.
+        max_batch: sequences at the same time.
+        chunk: prompt tokens of a step.
+        acceptance: tokens that a decode step yields for each sequence.
+    """
+
+    steps: StepTimes
+    num_pages: int
+    page_tokens: int = 64
+    host_pages: int = 0
+    host_seconds: float = 0.0
+    max_batch: int = 256
+    chunk: int = 2048
+    acceptance: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_tokens
+
+    def pages(self, num_tokens: int) -> int:
+        """Pages of a sequence."""
+        return -(-num_tokens // self.page_tokens)
+
+    def holds(self, job: Job) -> bool:
+        """Whether a request fits into an empty engine."""
+        return job.num_tokens <= self.num_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step, or a run of ``num_steps`` decode steps, each ``growth`` seconds longer."""
+
+    begin: float
+    num_steps: int
+    seconds: float  # of the first
+    growth: float
+    is_run: bool
+
+    @property
+    def end(self) -> float:
+        return self.begin + self._seconds_of(self.num_steps)
+
+    def _seconds_of(self, steps: int) -> float:
+        return steps * self.seconds + self.growth * steps * (steps - 1) / 2
+
+    def steps_until(self, time: float) -> int:
+        """The steps that have ended at ``time``, and the one that is computed then."""
+        low, high = 1, self.num_steps
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (
+                (low, middle)
+                if self.begin + self._seconds_of(middle) >= time
+                else (middle + 1, high)
+            )
+        return low
+
+    def first(self, steps: int) -> "Step":
+        return Step(self.begin, steps, self.seconds, self.growth, self.is_run)

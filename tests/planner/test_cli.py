@@ -1,0 +1,235 @@
+"""``dcpjax plan`` and ``dcpjax simulate``: output, files, and errors that end with exit code 2."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dcpjax.cli import main
+from dcpjax.planner import kv_bytes_per_token
+from tests.planner.test_search import parse
+
+TRACES = Path(__file__).resolve().parents[1] / "assets" / "traces"
+PLAN = ["plan", "glm-5.2", "--device", "h200", "--num-devices", "16", "--context", "1M"]
+SIMULATE = ["simulate", "glm-5.2", "--device", "h200", "--decode", "TP8 DCP8"]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def output(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_plan_explains_itself_and_ends_with_commands_that_work():
+    text = output(*PLAN)
+    assert "DP8: a sequence of 1,048,576 tokens takes 53.4 GiB of each rank" in text
+    assert "39.0 GiB short" in text and "54,728 bytes of KV a token" in text
+    commands = [line for line in text.splitlines() if line.startswith("dcpjax ")]
+    assert commands
+    for command in commands:
+        parse(command)
+
+
+def test_a_plan_as_json():
+    document = json.loads(output(*PLAN, "--json", "--hit-rate", "0.5", "--ttft", "100"))
+    assert document["model"]["kv_bytes_per_token"] == kv_bytes_per_token("glm-5.2")
+    assert document["winner"]["cluster"] in {p["cluster"] for p in document["clusters"]}
+    assert document["demand"]["ttft"] == 100 and "tpot" not in document["demand"]
+    moved = document["transfer"]
+    assert moved["bytes"] == sum(map(sum, moved["bytes_by_path"]))
+    assert set(document["rests_on"]) == {"datasheet", "measured", "reported", "derived"}
+
+
+def test_objectives_that_nothing_keeps_are_said():
+    text = output(*PLAN, "--tpot", "0.0001")
+    assert "No cluster keeps the objectives" in text
+
+
+def test_a_small_model_s_winner_is_started_with_the_printed_commands():
+    text = output(
+        *("plan", "smollm2-360m", "--device", "h100", "--num-devices", "2", "--context", "8K"),
+        *("--model-path", "./a model"),
+    )
+    commands = [line for line in text.splitlines() if line.startswith("dcpjax serve")]
+    assert commands and all("'./a model'" in command for command in commands)
+    for command in commands:
+        parse(command)
+
+
+class Page(HTMLParser):
+    """Balanced tags, and what the page asks for."""
+
+    VOID = {"meta", "br", "img", "link"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.asked: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.seen.append(tag)
+        self.asked += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("plan") / "plan.html"
+    output(*PLAN, "--html", str(file), "--plots", str(file.parent / "plots"))
+    return file
+
+
+def test_the_page_is_whole_and_asks_for_nothing(page: Path):
+    reader = Page()
+    text = page.read_text()
+    reader.feed(text)
+    assert reader.open == []
+    assert "script" not in reader.seen and reader.seen.count("svg") == 5
+    assert all(value.startswith(("#", "data:")) for value in reader.asked)  # in the pictures
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+
+
+def test_pictures_are_files_too(page: Path):
+    names = {path.name for path in (page.parent / "plots").iterdir()}
+    assert names == {
+        *("frontier.svg", "capacity_by_dcp.svg", "time_per_token_by_context.svg"),
+        *("reshard.svg", "transfer_time.svg"),
+    }
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_the_page_is_shown_by_a_browser(page: Path):
+    shown = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert shown.stdout.count("<svg") == 5 and "Verdict" in shown.stdout
+
+
+# simulate
+
+
+def test_a_trace_is_replayed():
+    arguments = [*SIMULATE, "--prefill", "PCP8 DCP8", "--draft-tokens", "3", "--json"]
+    trace = str(TRACES / "mooncake_conversation.jsonl")
+    report = json.loads(output(*arguments, "--trace", trace, "--max-requests", "30"))
+    assert report["num_requests"] == 30 and report["num_devices"] == 16
+    assert report["ttft"]["p50"] <= report["ttft"]["p90"] <= report["ttft"]["max"]
+    again = json.loads(output(*arguments, "--trace", trace, "--max-requests", "30"))
+    assert again == report
+
+
+def test_agents_are_replayed_in_a_closed_loop():
+    report = json.loads(
+        output(
+            *(*SIMULATE, "--prefill", "2 x PCP8 layer-split", "--routing", "prefix", "--json"),
+            *("--trace", str(TRACES / "agentic"), "--concurrency", "2", "--no-think-times"),
+            *("--ttft", "60", "--fail", "decode:0:30:5"),
+        )
+    )
+    assert report["hit_rate"] > 0.5 and 0 <= report["good_share"] <= 1
+    assert report["num_requests"] > 20 and report["mean_present"] <= 2
+
+
+def test_made_up_traffic_as_tables_and_page(tmp_path: Path):
+    file = tmp_path / "report.html"
+    text = output(*SIMULATE, "--num-requests", "20", "--num-turns", "2", "--html", str(file))
+    assert "time to first token" in text and "tokens/s/user" in text
+    reader = Page()
+    reader.feed(file.read_text())
+    assert reader.open == [] and reader.seen.count("svg") == 1
+
+
+def test_recorded_steps_replace_estimates(tmp_path: Path):
+    table = tmp_path / "steps.json"
+    rows = {"decode": [[1, 100, 1.0], [2, 100, 1.0]], "prefill": [[10, 0, 2.0], [20, 0, 2.0]]}
+    table.write_text(json.dumps(rows))
+    report = json.loads(
+        output(
+            *(*SIMULATE, "--steps", str(table), "--json", "--num-requests", "1"),
+            *("--num-input", "100", "--num-output", "10"),
+        )
+    )
+    assert report["ttft"]["max"] == pytest.approx(2.0, rel=1e-3)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["plan", "glm-9", *PLAN[2:]], "known name"),
+        ([*PLAN, "--device", "tpu"], "device is known"),
+        ([*PLAN, "--context", "2M"], "1,048,576 tokens too long"),
+        ([*PLAN, "--context", "lots"], "64K or 1M"),
+        ([*PLAN, "--device", "h100"], "GiB too much"),
+        ([*PLAN, "--num-devices", "0"], "at least one device"),
+        ([*PLAN, "--hit-rate", "-1"], "hit_rate"),
+        ([*PLAN, "--concurrency", "-2"], "concurrency"),
+        ([*PLAN, "--num-input", "1M", "--num-output", "1K"], "longest context"),
+        ([*PLAN, "--tpot", "0"], "objectives"),
+        ([*PLAN, "--kv-cache-dtype", "int4"], "int4"),
+        ([*PLAN, "--html", "/no/such/folder/x.html"], "cannot write"),
+        ([*SIMULATE, "--trace", "/no/such/trace"], "trace exists"),
+        ([*SIMULATE, "--decode", "much"], "engines are written"),
+        ([*SIMULATE, "--decode", "TP8", "--num-input", "900K"], "tokens too long"),
+        ([*SIMULATE, "--fail", "decode:0"], "ROLE:INDEX:TIME:SECONDS"),
+        ([*SIMULATE, "--fail", "router:0:1:1"], "prefill or decode"),
+        ([*SIMULATE, "--fail", "decode:7:1:1"], "engine of the cluster"),
+        ([*SIMULATE, "--request-rate", "0"], "rate is above 0"),
+        ([*SIMULATE, "--concurrency", "0"], "concurrency"),
+        ([*SIMULATE, "--steps", "/no/such/table"], "table of steps"),
+        ([*SIMULATE, "--num-requests", "-1"], "num_requests"),
+        (
+            [*SIMULATE, "--trace", str(TRACES / "azure23_conv.csv"), "--max-model-len", "1"],
+            "no session",
+        ),
+        (
+            [*SIMULATE, "--trace", str(TRACES / "azure23_conv.csv"), "--max-requests", "0"],
+            "max-requests",
+        ),
+    ],
+)
+def test_wrong_input_ends_with_code_2(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output and "Traceback" not in result.output
+
+
+def test_a_bad_line_of_a_trace_is_named(tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 1, "input_length": 3, "output_length": 1}\n{broken\n')
+    result = run(*SIMULATE, "--trace", str(trace))
+    assert result.exit_code == 2 and "line=1" in result.output
+    trace.write_text('{"timestamp": 1, "input_length": 3, "output_length": 1, "hash_ids": [1]}\n{x')
+    result = run(*SIMULATE, "--trace", str(trace))
+    assert result.exit_code == 2 and "line=2" in result.output
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_help_is_for_newcomers(command):
+    text = output(command, "--help")
+    assert "Example" in text and "--json" in text and "h200" in text

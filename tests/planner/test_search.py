@@ -1,0 +1,232 @@
+"""Searches: laws of the estimate, the frontier, refusals, and commands that our CLI takes."""
+
+import shlex
+from dataclasses import replace
+
+import click
+import pytest
+
+from dcpjax.cli import main
+from dcpjax.config import EngineConfig
+from dcpjax.errors import ConfigError
+from dcpjax.planner import Demand, Deployment, build_cluster, parse_engines, parse_size
+from dcpjax.planner.candidates import Candidate, engine_sizes
+from dcpjax.planner.evaluate import Setting, evaluate
+from dcpjax.planner.hardware import find_device
+from dcpjax.planner.launch import launch
+from dcpjax.planner.memory import capacity
+from dcpjax.planner.models import find_model
+from dcpjax.planner.search import pareto, search
+
+MILLION = 1 << 20
+GLM, H200 = find_model("glm-5.2"), find_device("h200")
+LONG = Demand(context=MILLION, num_input=131_072, hit_rate=0.9)
+SMALL = Demand(context=8192, num_input=2048, num_output=128)
+
+
+@pytest.fixture(scope="module")
+def glm():
+    return search("glm-5.2", "h200", 16, LONG)
+
+
+def parse(command: str) -> None:
+    """As the shell and our CLI read it; refused settings raise."""
+    program, name, *arguments = shlex.split(command)
+    assert program == "dcpjax"
+    chosen = main.commands[name]
+    context = chosen.make_context(name, arguments)
+    if name == "serve":
+        known = EngineConfig.__dataclass_fields__
+        settings = {key: value for key, value in context.params.items() if key in known}
+        EngineConfig.from_settings(settings.pop("model"), settings)
+
+
+def test_the_winner_of_seed_c_is_found(glm):
+    """16 H200, contexts of 1M tokens: prompts split by tokens over a sharded cache."""
+    assert glm.winner.candidate.prefill == Deployment(
+        pcp=8, dcp=8, prefill_kv="sharded", draft_tokens=3
+    )
+    reasons = {(item.role, item.deployment): item.reason for item in glm.rejected}
+    dp8 = reasons["prefill", Deployment(dp=8, draft_tokens=3)]
+    assert "takes 53.4 GiB of each rank" in dp8 and "39.0 GiB short" in dp8
+    assert ("decode", Deployment(tp=8, draft_tokens=3)) in reasons
+
+
+def test_every_point_uses_all_devices_and_holds_the_context(glm):
+    assert glm.points
+    for point in glm.points:
+        assert point.candidate.num_devices == 16
+        source, target = glm.room(point.candidate)
+        assert all(room.missing_bytes(MILLION) == 0 for room in (source, target) if room)
+        assert 0 < point.batch <= point.max_batch and 0 <= point.prefill_busy <= 1
+        assert point.ttft > 0 and point.tpot > 0
+        users = point.requests_per_second * (LONG.num_output / point.interactivity)
+        assert users == pytest.approx(LONG.concurrency)
+
+
+def test_no_point_of_the_frontier_is_beaten(glm):
+    frontier = glm.frontier
+    speeds = [point.interactivity for point in frontier]
+    amounts = [point.device_throughput for point in frontier]
+    assert speeds == sorted(speeds, reverse=True) or speeds == sorted(speeds)
+    assert amounts == sorted(amounts, reverse=speeds == sorted(speeds))
+    assert all(point.bottleneck for point in frontier)
+
+
+def test_a_frontier_by_hand(glm):
+    base = glm.points[0]
+    made = [
+        replace(base, device_throughput=float(x), interactivity=float(y))
+        for x, y in ((1, 9), (5, 5), (4, 4), (9, 1), (9, 0.5), (5, 5))
+    ]
+    kept = [(p.device_throughput, p.interactivity) for p in pareto(made)]
+    assert sorted(kept) == [(1, 9), (5, 5), (9, 1)]
+
+
+def test_commands_are_accepted_by_the_cli(glm):
+    _, commands = glm.servable
+    assert commands.commands
+    for command in commands.commands:
+        parse(command)
+
+
+def test_commands_of_two_sides_end_with_a_router():
+    demand = replace(SMALL, concurrency=4)
+    candidate = Candidate(Deployment(tp=2, dcp=2), 2, Deployment(tp=4), 1)
+    found = launch(find_model("qwen3-30b-a3b"), demand, candidate, "./model dir")
+    assert found is not None and len(found.commands) == 4
+    for command in found.commands:
+        parse(command)
+    assert found.commands[0].startswith("dcpjax serve './model dir'")
+    assert "kv_producer" in found.commands[0] and "kv_consumer" in found.commands[1]
+    assert found.commands[-1].startswith("dcpjax router") and found.commands[-1].count("http") == 3
+
+
+def test_the_check_of_commands_can_fail():
+    with pytest.raises((click.ClickException, ConfigError)):
+        parse("dcpjax serve x --tensor-parallel-size 8 --decode-context-parallel-size 3")
+    with pytest.raises(click.ClickException):
+        parse("dcpjax serve x --no-such-option 1")
+
+
+def test_what_is_not_served_has_no_commands():
+    candidate = Candidate(Deployment(dp=8), 1)
+    assert launch(GLM, LONG, candidate, "x") is None
+
+
+def test_ten_percent_more_is_never_worse(glm):
+    assert {item.what for item in glm.sensitivity} >= {"memory", "memory bandwidth", "compute"}
+    for item in glm.sensitivity:
+        assert 1 - 1e-6 <= item.throughput < 1.15 and 1 - 1e-6 <= item.interactivity < 1.15
+
+
+def test_objectives_choose_another_winner(glm):
+    fast = replace(LONG, tpot=1.05 * min(point.tpot for point in glm.points))
+    strict = search("glm-5.2", "h200", 16, fast)
+    assert strict.winner.tpot <= fast.tpot
+    assert strict.winner.device_throughput <= glm.winner.device_throughput
+    impossible = search("glm-5.2", "h200", 16, replace(LONG, ttft=1e-6))
+    assert impossible.winner is None and impossible.points
+
+
+def test_more_users_wait_longer():
+    candidate = Candidate(Deployment(tp=8, dcp=8), 1, Deployment(pcp=8), 1)
+    rooms = [capacity(GLM, H200, d) for d in (candidate.prefill, candidate.decode)]
+    points = [
+        evaluate(
+            Setting(GLM, H200, replace(LONG, concurrency=users, hit_rate=0.0)), candidate, *rooms
+        )
+        for users in (1, 4, 16, 64)
+    ]
+    rates = [point.requests_per_second for point in points]
+    speeds = [point.interactivity for point in points]
+    assert rates == sorted(rates) and speeds == sorted(speeds, reverse=True)
+
+
+def test_the_host_s_memory_keeps_prefixes():
+    crowded = replace(LONG, concurrency=200)
+    candidate = Candidate(Deployment(tp=8, dcp=8), 1, Deployment(pcp=8), 1)
+    rooms = [capacity(GLM, H200, d) for d in (candidate.prefill, candidate.decode)]
+    rates = [
+        evaluate(Setting(GLM, H200, crowded, host_gib), candidate, *rooms).hit_rate
+        for host_gib in (0, 512, 1e6)
+    ]
+    assert rates[0] < rates[1] < rates[2] == 0.9
+
+
+def test_kinds_of_constants_are_named(glm):
+    assert {"datasheet", "measured", "reported", "derived"} == set(glm.kinds)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"num_devices": 0}, "at least one device"),
+        ({"num_devices": 12}, "fill the devices exactly"),
+        ({"host_gib": -1}, "at least 0"),
+        ({"demand": replace(LONG, context=2 * MILLION)}, "1,048,576 tokens too long"),
+        ({"device": "h100"}, "fits into an engine.*too much"),
+        ({"model": "smollm2-135m", "draft_tokens": 2, "demand": SMALL}, "draft layer"),
+    ],
+)
+def test_plans_that_cannot_be_are_refused(change, match):
+    arguments = {"model": "glm-5.2", "device": "h200", "num_devices": 16, "demand": LONG, **change}
+    with pytest.raises(ConfigError, match=match):
+        search(**arguments)
+
+
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ({"context": 0}, "context"),
+        ({"num_output": -3}, "num_output"),
+        ({"hit_rate": 1.0}, "hit_rate"),
+        ({"hit_rate": -0.1}, "hit_rate"),
+        ({"ttft": 0}, "objectives"),
+        ({"num_input": 8192}, "fits into the longest context"),
+    ],
+)
+def test_demands_that_contradict_themselves(settings, match):
+    with pytest.raises(ConfigError, match=match):
+        replace(SMALL, **settings)
+
+
+def test_sizes():
+    assert [parse_size(text) for text in ("1M", "64k", "1000", "0.5K")] == [
+        MILLION,
+        65536,
+        1000,
+        512,
+    ]
+    for wrong in ("", "-1", "1.5", "many", "0", "1T"):
+        with pytest.raises(ConfigError, match="whole number"):
+            parse_size(wrong)
+
+
+def test_engines_in_words():
+    assert parse_engines("PCP8 DCP8") == (1, Deployment(pcp=8, dcp=8, prefill_kv="sharded"))
+    assert parse_engines("2 x tp8 dcp4") == (2, Deployment(tp=8, dcp=4))
+    assert parse_engines("3×PCP8 layer-split", draft_tokens=1) == (
+        3,
+        Deployment(pcp=8, prefill_kv="layer_split", draft_tokens=1),
+    )
+    for wrong in ("", "8", "TP", "2 x", "0 x TP8", "TP8 fast"):
+        with pytest.raises(ConfigError, match="engines are written"):
+            parse_engines(wrong)
+
+
+def test_engines_are_at_most_a_node():
+    assert engine_sizes(16, H200) == [1, 2, 4, 8] and engine_sizes(3, H200) == [1, 2]
+
+
+def test_simulated_clusters_have_the_planned_memory():
+    candidate = Candidate(Deployment(dp=2), 2, Deployment(pcp=2, prefill_kv="layer_split"), 1)
+    model = replace(find_model("deepseek-v3"), experts=None, inner_size=2048)
+    cluster = build_cluster(model, H200, candidate, context=8192, host_gib=10)
+    assert len(cluster.decode) == 4 and len(cluster.prefill) == 1
+    room = capacity(model, H200, candidate.decode, context=8192)
+    assert {spec.num_pages for spec in cluster.decode} == {room.num_pages}
+    assert cluster.prefill[0].host_pages > 0 == cluster.decode[0].host_pages
+    assert cluster.num_devices == 6 and cluster.transfer_per_token > 0
+    with pytest.raises(ConfigError, match="room for its cache"):
+        build_cluster(GLM, H200, Candidate(Deployment(), 1), context=8192)
