@@ -13,7 +13,7 @@ import numpy as np
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from tests.golden.tiny_glm import write_tiny_glm
 
-DAMPING = 0.25
+DAMPING = 0.02
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "indexer_types": ["full", "shared"],
@@ -31,8 +31,8 @@ def drafting_glm(folder: Path) -> Checkpoint:
 
 
 def _changed(name: str, values: np.ndarray) -> np.ndarray:
-    if name == f"{DRAFT}eh_proj.weight":  # the next token's embedding, and a little of the state
-        return np.hstack([np.eye(len(values), dtype=np.float32), 0.1 * values[:, len(values) :]])
+    if name == f"{DRAFT}eh_proj.weight":  # the next token's embedding, and something of the state
+        return np.hstack([np.eye(len(values), dtype=np.float32), 0.6 * values[:, len(values) :]])
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return DAMPING * values
     return np.ones_like(values) if name.endswith(("norm.weight", "layernorm.weight")) else values

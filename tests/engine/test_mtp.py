@@ -3,15 +3,17 @@
 A sparse model with a latent cache; prompts in chunks, few pages, cached prefixes, eight at once.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import Array
 
-from dcpjax.engine import blueprint
+from dcpjax.engine import blueprint, sampler
 from dcpjax.engine.compilations import COMPILATIONS
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.mtp_drafter import MtpDrafter
@@ -71,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def open_engine(model) -> Iterator[Callable[..., Engine]]:
-    """Engines with one bucket of decode rows: there is little to compile."""
+    """Engines with one bucket of decode rows, one of sampled rows: there is little to compile."""
     opened = []
 
     def open_one(**settings: Any) -> Engine:
@@ -80,6 +82,7 @@ def open_engine(model) -> Iterator[Callable[..., Engine]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blueprint, "decode_buckets", lambda least, most: (most,))
+        patch.setattr(sampler, "_SEGMENT_BUCKETS", ())
         yield open_one
     for engine in opened:
         engine.close()
@@ -166,3 +169,57 @@ def test_wrong_drafts_cost_acceptance_and_change_no_token(
     for name, found in expected.items():
         assert_same(served[name], found)
     assert accepted(speculating) - before - right < right / 2
+
+
+# Live
+
+
+@pytest.fixture(scope="module")
+def oracle(model, tmp_path_factory):
+    pytest.importorskip("torch", reason="the oracle is transformers on torch")
+    pytest.importorskip("transformers", reason="the oracle is transformers")
+    live = pytest.importorskip("tests.golden.live_drafts")
+    return live.draft_oracle(model, tmp_path_factory.mktemp("oracle"))
+
+
+def drafted(engine: Engine, prompt: list[int], monkeypatch) -> list[tuple[list[int], list[int]]]:
+    """Pairs of all tokens known and the drafts behind them, of one request alone."""
+    follow, rows = MtpDrafter.follow, []
+
+    def follow_and_keep(self, step, pools):
+        previous, pools = follow(self, step, pools)
+        table = np.asarray(previous).reshape(-1, 1 + NUM_DRAFTS)
+        rows.extend(table[row].tolist() for row in step.rows.values())
+        return previous, pools
+
+    monkeypatch.setattr(MtpDrafter, "follow", follow_and_keep)
+    served = serve(engine, [request_of("a", prompt, max_tokens=30)])["a"]
+    tokens, known, found = prompt + served.tokens, len(prompt) + 1, []
+    for last, *drafts in rows[:-1]:
+        assert tokens[known - 1] == last
+        found.append((tokens[:known], drafts))
+        behind = tokens[known : known + NUM_DRAFTS]
+        num_right = next(
+            (i for i, two in enumerate(zip(drafts, behind, strict=False)) if two[0] != two[1]),
+            len(behind),
+        )
+        known += num_right + 1
+    return found
+
+
+@pytest.mark.oracle
+def test_drafts_are_those_of_the_layer_in_transformers(speculating, oracle, monkeypatch):
+    """After a prompt in three chunks, and behind every verification whatever it accepted."""
+    found = drafted(speculating, random_tokens("drafted", 37, VOCABULARY), monkeypatch)
+    assert len(found) > 8
+    for tokens, drafts in found:
+        assert drafts == oracle.drafts(tokens, NUM_DRAFTS), len(tokens)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("mistake", [{"sees_state": False}, {"sees_first": True}], ids=str)
+def test_other_drafts_would_be_seen(mistake, speculating, oracle, monkeypatch):
+    other = dataclasses.replace(oracle, **mistake)
+    prompt = random_tokens("drafted", 2 if "sees_first" in mistake else 37, VOCABULARY)
+    found = drafted(speculating, prompt, monkeypatch)
+    assert any(drafts != other.drafts(tokens, NUM_DRAFTS) for tokens, drafts in found)

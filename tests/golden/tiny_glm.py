@@ -49,8 +49,7 @@ _YARN = {
 }
 GLM_CONFIGS: dict[str, dict[str, Any]] = {
     # Layers 0, 1 and 3 choose, layer 2 takes what layer 1 has chosen.
-    "periodic": _GLM
-    | {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2},
+    "periodic": _GLM | {"num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 2},
     "listed": _GLM
     | {
         "num_hidden_layers": 4,

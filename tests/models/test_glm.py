@@ -113,7 +113,7 @@ def run_pieces(harness: StepHarness, tokens: list[int], virtual_page: int) -> Ru
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray, what: str) -> None:
-    limit = TOLERANCE * np.abs(expected).max()
+    limit = TOLERANCE * np.abs(expected).max(initial=0)
     np.testing.assert_allclose(found, expected, atol=limit, rtol=0, err_msg=what)
 
 
@@ -153,9 +153,7 @@ def check_cache(harness: StepHarness, layout: Layout, run: Run, expected: Scored
         pool = np.asarray(pool)
         filled = 0
         for pages, count in ((run.pages, 80), (run.other_pages, OTHER + len(PIECES))):
-            for rank, positions, rows in cached_rows(
-                pool, pages, count, layout, is_whole=is_whole
-            ):
+            for rank, positions, rows in cached_rows(pool, pages, count, layout, is_whole=is_whole):
                 wanted = parts[name][:, None, positions]
                 wanted = np.broadcast_to(wanted, rows.shape)  # a copy for each group of heads
                 assert_close(rows, wanted, f"{name} of rank {rank}")
