@@ -1,6 +1,6 @@
 """Write what transformers computes into tests/golden/, for machines without torch.
 
-    python -m scripts.make_golden [tiny] [smollm2]
+    python -m scripts.make_golden [tiny] [glm] [smollm2]
 
 Needs torch and transformers. The tests check that the files are what transformers says, where it is
 installed.
@@ -17,7 +17,14 @@ from dcpjax.models.catalog import bring_model
 from dcpjax.text import load_tokenizer
 from tests.golden import live
 from tests.golden.prompts import texts
-from tests.golden.records import NEAR_TIE, NUM_TOKENS, Continuation, Logits, write_record
+from tests.golden.records import (
+    NEAR_TIE,
+    NUM_TOKENS,
+    Continuation,
+    Logits,
+    write_record,
+    write_scored,
+)
 from tests.golden.tiny import (
     CONFIGS,
     PROMPT_LENGTHS,
@@ -25,6 +32,7 @@ from tests.golden.tiny import (
     random_tokens,
     write_tiny_model,
 )
+from tests.golden.tiny_glm import GLM_CONFIGS, scored_tokens, write_tiny_glm
 
 NUM_PROMPTS = 20
 NUM_TOP, NUM_RANDOM = 32, 96
@@ -51,6 +59,13 @@ def _without_near_tie(model: live.transformers.PreTrainedModel, name: str, lengt
         if found.margin > NEAR_TIE:
             return found
     raise SystemExit(f"{name}: every prompt of {length} tokens leads to a near tie")
+
+
+def make_glm() -> None:
+    for name in GLM_CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            model = live.load(write_tiny_glm(Path(folder), name))
+        write_scored(f"glm_{name}", live.score(model, scored_tokens(name)))
 
 
 def make_smollm2() -> None:
@@ -84,7 +99,7 @@ def _some_ids(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def main(names: list[str]) -> None:
-    makers = {"tiny": make_tiny, "smollm2": make_smollm2}
+    makers = {"tiny": make_tiny, "glm": make_glm, "smollm2": make_smollm2}
     for name in names or makers:
         makers[name]()
 

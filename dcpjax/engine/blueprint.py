@@ -26,6 +26,7 @@ from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.form import StepForm, form_for
 from dcpjax.layout import KVPlacement
 from dcpjax.mesh import HeadLayout
+from dcpjax.models.experts import rank_experts
 from dcpjax.models.sharding import Sharding
 
 LEAST_CONTEXT = 2048
@@ -120,6 +121,8 @@ class Blueprint:
     def sharding(self) -> Sharding:
         """How the model is spread over the mesh."""
         config = self.config
+        if isinstance(self.model, GlmConfig):
+            self._check_latent_model(self.model)
         return Sharding(
             self.heads,
             config.dcp_comm_backend,
@@ -128,6 +131,18 @@ class Blueprint:
             self.has_whole_index,
             **self._formats,
         )
+
+    def _check_latent_model(self, model: GlmConfig) -> None:
+        """Refuse what a model with a latent cache cannot do, and experts that come out uneven."""
+        if self.config.prefill_gather == "q":
+            raise UnsupportedCombination(
+                "prefill_gather='q' splits a chunk's tokens over the ranks that share a KV head, "
+                "and a model with a latent cache computes them all on each rank",
+                prefill_gather=self.config.prefill_gather,
+                architecture=model.architecture,
+            )
+        if model.experts is not None:
+            rank_experts(model.experts.num_experts, self.config.tensor_parallel_size)
 
     @property
     def _formats(self) -> dict[str, RowFormat]:
@@ -157,7 +172,15 @@ class Blueprint:
     @property
     def has_whole_index(self) -> bool:
         """Whether every DCP rank keeps the indexer's keys of all tokens."""
-        return self.config.index_kv == "replicated"
+        is_whole = self.config.index_kv == "replicated"
+        has_indexer = isinstance(self.model, GlmConfig) and self.model.indexer is not None
+        if is_whole and not has_indexer:
+            raise UnsupportedCombination(
+                "index_kv='replicated' keeps the keys of an indexer, and the model has none",
+                index_kv=self.config.index_kv,
+                architecture=self.model.architecture,
+            )
+        return is_whole
 
     def pool_shapes(self, num_pages: int) -> PoolShapes:
         """The pools with so many usable pages on each rank."""

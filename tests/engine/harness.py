@@ -14,7 +14,7 @@ from dcpjax.cache.parts import KV, cache_parts
 from dcpjax.cache.pool import POOL_AXES, PoolShape, part_shape
 from dcpjax.engine.step import FROM_HOST, SAMPLED, StepResult, StepShape, make_step
 from dcpjax.form import FORMS
-from dcpjax.mesh import ALL_RANKS, HeadLayout, decode_mesh, sharding
+from dcpjax.mesh import ALL_RANKS, DCP, HeadLayout, decode_mesh, sharding
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.sharding import Sharding
 from dcpjax.models.weights import place_model
@@ -73,18 +73,14 @@ class StepHarness:
         self.shape, self.vocab_size = shape, config.vocab_size
         self.mesh = decode_mesh(jax.devices()[: layout.tp * layout.dcp], layout.dcp)
         heads = HeadLayout(config.num_heads, config.num_kv_heads, layout.tp, layout.dcp)
-        self.model = place_model(
-            checkpoint,
-            Sharding(
-                heads,
-                layout.exchange,
-                layout.prefill_gather,
-                FORMS[layout.form],
-                layout.index == "replicated",
-            ),
-            self.mesh,
-            dtype,
+        self.sharding = Sharding(
+            heads,
+            layout.exchange,
+            layout.prefill_gather,
+            FORMS[layout.form],
+            layout.index == "replicated",
         )
+        self.model = place_model(checkpoint, self.sharding, self.mesh, dtype)
         self.pool_shapes = {
             part.name: part_shape(
                 part,
@@ -107,9 +103,7 @@ class StepHarness:
             max_rows=shape.rows,
             max_outputs=shape.num_outputs,
         )
-        self.pools = {
-            name: self._pool_of_nan(pool, layout.dcp) for name, pool in self.pool_shapes.items()
-        }
+        self.pools = self._pools_of_nan()
         self._whole = NamedSharding(self.mesh, PartitionSpec())
         previous = np.zeros(shape.rows * shape.decode_width, np.int32)
         self._previous = jax.device_put(previous, self._whole)
@@ -131,6 +125,15 @@ class StepHarness:
     def pool(self) -> jax.Array:
         """The pool of a model that has one part alone."""
         return self.pools[KV]
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Begin anew with float32 weights of a model of the same shape; the step takes them."""
+        self.model = place_model(checkpoint, self.sharding, self.mesh, jnp.float32)
+        self.pools = self._pools_of_nan()
+
+    def _pools_of_nan(self) -> dict[str, jax.Array]:
+        dcp = self.mesh.shape[DCP]
+        return {name: self._pool_of_nan(pool, dcp) for name, pool in self.pool_shapes.items()}
 
     def _pool_of_nan(self, shape: PoolShape, dcp: int) -> jax.Array:
         stored = shape.storage_dtype

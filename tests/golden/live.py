@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from tests.golden.records import Continuation
+from tests.golden.records import Continuation, Scored
 
 
 def load(path: Path) -> transformers.PreTrainedModel:
@@ -29,6 +29,22 @@ def load(path: Path) -> transformers.PreTrainedModel:
 def logits_of(model: transformers.PreTrainedModel, tokens: list[int], last: int = 0) -> np.ndarray:
     """Logits [positions, vocabulary] of the ``last`` positions, 0 for all, in one forward pass."""
     return model(torch.tensor([tokens]), logits_to_keep=last).logits[0].numpy()
+
+
+@torch.no_grad()
+def score(model: transformers.PreTrainedModel, tokens: list[int]) -> Scored:
+    """One forward pass of a latent-cache model, and the cache that it leaves."""
+    result = model(torch.tensor([tokens]), use_cache=True)
+    layers = result.past_key_values.layers
+    latents = [torch.cat([layer.keys, layer.values], dim=-1)[0, 0] for layer in layers]
+    keys = [getattr(layer, "indexer_keys", None) for layer in layers]
+    keys = [each[0] for each in keys if each is not None]
+    return Scored(
+        np.asarray(tokens, np.int32),
+        result.logits[0].numpy(),
+        torch.stack(latents).numpy(),
+        torch.stack(keys).numpy() if keys else np.zeros((0, len(tokens), 0), np.float32),
+    )
 
 
 @torch.no_grad()

@@ -35,6 +35,29 @@ class Logits:
     values: np.ndarray
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Logits [T, V] of a sequence, and what a latent-cache model caches of it.
+
+    ``latents`` [layers, T, latent | rotated key], ``keys`` [layers with an indexer, T, width].
+    """
+
+    tokens: np.ndarray
+    logits: np.ndarray
+    latents: np.ndarray
+    keys: np.ndarray
+
+
+def write_scored(name: str, scored: Scored, folder: Path = FOLDER) -> None:
+    """Write ``name``.npz."""
+    np.savez_compressed(folder / f"{name}.npz", **vars(scored))
+
+
+def read_scored(name: str) -> Scored:
+    with np.load(FOLDER / f"{name}.npz") as arrays:
+        return Scored(**arrays)
+
+
 def write_record(
     name: str, continuations: list[Continuation], logits: dict[str, Logits], folder: Path = FOLDER
 ) -> None:

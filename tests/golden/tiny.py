@@ -58,8 +58,13 @@ SCORED_LENGTH = 80
 
 def write_tiny_model(folder: Path, name: str) -> Path:
     """The model ``name`` of CONFIGS as a folder that transformers and dcpjax read."""
+    return write_random_model(folder, name, _BASE | CONFIGS[name])
+
+
+def write_random_model(folder: Path, name: str, config: dict[str, Any]) -> Path:
+    """A folder with ``config`` and weights that depend on ``name`` and their own names alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_BASE | CONFIGS[name]))
+    (folder / "config.json").write_text(json.dumps(config))
     shapes = expected_tensors(read_config(folder)[0])
     tensors = {tensor: _values(name, tensor, shape) for tensor, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -79,6 +84,6 @@ def _random(name: str) -> np.random.RandomState:
     return np.random.RandomState(zlib.crc32(name.encode()))
 
 
-def random_tokens(name: str, length: int) -> list[int]:
+def random_tokens(name: str, length: int, vocab_size: int = _BASE["vocab_size"]) -> list[int]:
     """Token ids that depend on ``name``."""
-    return _random(name).randint(0, _BASE["vocab_size"], length).tolist()
+    return _random(name).randint(0, vocab_size, length).tolist()
