@@ -183,8 +183,10 @@ def _following(
 
 def _last_tokens(shape: StepShape, counts: Array) -> Integer[Array, " rows"]:
     """Index of each row's last token that counts, among all tokens."""
-    first = [shape.first_token(row) for row in range(shape.rows)]
-    return jnp.asarray(first, jnp.int32) + jnp.maximum(counts - 1, 0)
+    first = jnp.asarray([shape.first_token(row) for row in range(shape.rows)], jnp.int32)
+    widths = [shape.decode_width] * shape.decode_rows + [shape.prefill_width] * shape.prefill_rows
+    # Counts are below the widths by what they count; Neuron's gathers want it to be seen.
+    return first + jnp.clip(counts - 1, 0, jnp.asarray(widths, jnp.int32) - 1)
 
 
 def _whole_blocks(
