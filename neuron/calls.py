@@ -64,5 +64,10 @@ def _spec(name: str, shape: Any, ranges: tuple[IndexRange, ...] = ()) -> TensorS
 
 
 def pool_names(parts: Iterable[str]) -> list[str]:
-    """What the pools of a cache's parts are called among a program's inputs and outputs."""
-    return [POOL if part == KV else f"{POOL}_{part}" for part in parts]
+    """What the pools of a cache's parts are called among a program's inputs and outputs, in the
+    order in which JAX has the values of a dict: that of its keys."""
+    return [pool_name(part) for part in sorted(parts)]
+
+
+def pool_name(part: str) -> str:
+    return POOL if part == KV else f"{POOL}_{part}"

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from dcpjax.cache.page_moves import gather_pages, scatter_pages
 from dcpjax.cache.pool import POOL_SPEC
 from dcpjax.engine.pool_mirror import MOVED_PAGES
-from neuron.calls import POOL, pool_names
+from neuron.calls import POOL, pool_name
 from neuron.calls import Call as Call
 from neuron.deployment import Deployment as Deployment
 from neuron.program import IndexRange, Program, ProgramKind
@@ -37,7 +37,7 @@ def find_calls(deployment: Deployment, *, all_buckets: bool = True) -> list[Call
 def _page_calls(deployment: Deployment) -> list[Call]:
     """Whole pages out of each pool and into it, for transfers by the host's memory."""
     pools = deployment.pool_arrays
-    named = zip(pool_names(pools), pools.values(), strict=True)
+    named = [(pool_name(part), pool) for part, pool in pools.items()]
     return [call for name, pool in named for call in _page_calls_of(deployment, name, pool)]
 
 

@@ -25,7 +25,9 @@ from dcpjax.mesh import DCP
 
 MAX_TOKENS = 2**24
 """Positions and counts are float32, which is exact so far."""
-_SIGN = np.uint32(1 << 31)
+_SIGN, _EXPONENT = np.uint32(1 << 31), np.uint32(0xFF << 23)
+_LEAST = float(np.finfo(np.float32).tiny)
+"""Smaller scores count as 0: whether a device tells them from 0 depends on the instruction."""
 
 
 class ChosenMask(NamedTuple):
@@ -87,6 +89,7 @@ def _scores(
         places = first + jnp.arange(reads.tokens, dtype=jnp.int32)
         scores = index_scores(q, weights, found, query.scale)
         visible = _visible(places, prior, length, block)
+        scores = jnp.where(jnp.abs(scores) < _LEAST, 0.0, scores)
         return jnp.where(visible & ~jnp.isnan(scores), scores, -jnp.inf)
 
     def read(number: int | Array, scores: Array) -> Array:
@@ -141,7 +144,7 @@ def lowest_chosen(
     """The last that is among the ``top_k`` highest; −inf where fewer are any.
 
     Args:
-        scores: not NaN; −inf is none.
+        scores: neither NaN nor subnormal; −inf is none.
         positions: distinct integers in [0, S), of which the lowest is first among equal scores.
     """
     num_places = scores.shape[2]
@@ -176,9 +179,12 @@ def _kth_highest(values: Float32[Array, "B T S"], k: int, form: StepForm) -> Flo
 
 
 def _float_at(order: UInt32[Array, "B T"]) -> Float32[Array, "B T"]:
-    """The float32 at this place of their order, in which NaNs are first and last."""
+    """The float32 at this place of their order, in which NaNs are first and last; 0 for all that
+    are subnormal."""
     is_positive = (order & _SIGN) > np.uint32(0)
-    return lax.bitcast_convert_type(jnp.where(is_positive, order ^ _SIGN, ~order), jnp.float32)
+    bits = jnp.where(is_positive, order ^ _SIGN, ~order)
+    is_normal = (bits & _EXPONENT) > np.uint32(0)
+    return jnp.where(is_normal, lax.bitcast_convert_type(bits, jnp.float32), 0.0)
 
 
 def _nth_position(
