@@ -43,7 +43,10 @@ def num_accepted(drafts: Integers, sampled: Integers, num_drafts: Integers) -> I
     module = drafts.__array_namespace__()
     is_draft = module.arange(drafts.shape[1], dtype=num_drafts.dtype)[None] < num_drafts[:, None]
     is_right = is_draft & (drafts == sampled[:, : drafts.shape[1]])
-    return module.cumprod(is_right.astype(np.int32), axis=1).sum(axis=1).astype(np.int32)
+    # A minimum of float32: Neuron has no cumulative product, and no reduction of integers.
+    places = module.arange(drafts.shape[1], dtype=np.float32)[None]
+    missed = module.where(is_right, np.float32(drafts.shape[1]), places)
+    return missed.min(axis=1, initial=drafts.shape[1]).astype(np.int32)
 
 
 def num_accepted_synthetically(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from neuron.hlo import Module
 
-ProgramKind = Literal["decode", "segment", "prefill", "page_gather", "page_scatter"]
+ProgramKind = Literal["decode", "segment", "prefill", "draft", "page_gather", "page_scatter"]
 
 
 @dataclass(frozen=True)

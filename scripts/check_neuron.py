@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dcpjax.config import EngineConfig, KVTransferConfig
+from dcpjax.config import EngineConfig, KVTransferConfig, SpeculativeConfig
 from neuron.programs import Deployment, build_programs
 from neuron.report import report
 from neuron.targets import find_target
@@ -54,6 +54,16 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "trn3",
         {"tensor_parallel_size": 16, "decode_context_parallel_size": 4},
     ),
+    (
+        "glm-5.2-three-layers",
+        "trn2",
+        {
+            "tensor_parallel_size": 4,
+            "decode_context_parallel_size": 4,
+            "prefill_gather": "none",
+            "speculative_config": SpeculativeConfig("mtp", 3),
+        },
+    ),
 )
 
 
@@ -61,25 +71,28 @@ def main() -> int:
     is_clean = True
     for model, target, settings in CASES:
         gathers = settings.get("decode_context_parallel_size", 1) > 1
-        config = EngineConfig(
-            str(CONFIGS / f"{model}.json"),
-            dtype="bfloat16",
-            block_size=32,
-            max_model_len=8192,
-            max_num_seqs=4,
-            prefill_gather="q" if gathers else "none",
-            **settings,
-        )
+        defaults = {
+            "dtype": "bfloat16",
+            "block_size": 32,
+            "max_model_len": 8192,
+            "max_num_seqs": 4,
+            "prefill_gather": "q" if gathers else "none",
+        }
+        config = EngineConfig(str(CONFIGS / f"{model}.json"), **{**defaults, **settings})
         chip = find_target(target)
         programs = build_programs(Deployment(config, chip, LNC), all_buckets=False)
         reports = [report(program, chip, lnc=LNC) for program in programs]
         findings = [str(finding) for one in reports for finding in one.errors]
-        shown = " ".join(f"{value}" for value in settings.values() if value is not PRODUCER)
+        shown = " ".join(map(str, filter(_is_plain, settings.values())))
         print(f"{model} {target} {shown}: {len(programs)} programs, {len(findings)} broken rules")
         for finding in findings:
             print(f"    {finding}")
         is_clean = is_clean and not findings
     return 0 if is_clean else 1
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | str)
 
 
 if __name__ == "__main__":

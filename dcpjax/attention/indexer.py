@@ -26,7 +26,7 @@ FEW_QUERIES = 16
 """Up to so many queries, all heads are scored in one product; the result of more would be large."""
 
 
-class Choice(NamedTuple):
+class ChosenPlaces(NamedTuple):
     """What each query of a block attends to, of the tokens that this rank has.
 
     ``indices`` [B, T, k] are places in the rank's own tokens of the sequence, in falling order of
@@ -61,7 +61,7 @@ def choose_tokens(
     layer: int | Array,
     keys: Block,
     tokens: Block,
-) -> Choice:
+) -> ChosenPlaces:
     """Choose for all queries of a block.
 
     Args:
@@ -72,7 +72,7 @@ def choose_tokens(
     best = _best_here(query, pool, layer, keys)
     if keys.sharding.ranks > 1:
         return _counted_over_ranks(best, keys, query.top_k)
-    choice = Choice(best.indices, _num_finite(best.scores))
+    choice = ChosenPlaces(best.indices, _num_finite(best.scores))
     return _owned(choice, tokens) if tokens.sharding.ranks > 1 else choice
 
 
@@ -167,7 +167,7 @@ def _num_finite(scores: Array) -> Integer[Array, "B T"]:
     return jnp.sum((scores > -jnp.inf).astype(jnp.int32), axis=-1, dtype=jnp.int32)
 
 
-def _counted_over_ranks(best: _Best, block: Block, top_k: int) -> Choice:
+def _counted_over_ranks(best: _Best, block: Block, top_k: int) -> ChosenPlaces:
     """How many of this rank's best are among the best of all ranks: the first so many.
 
     One all-gather of scores and positions.
@@ -177,7 +177,7 @@ def _counted_over_ranks(best: _Best, block: Block, top_k: int) -> Choice:
     gathered = lax.all_gather(packed, DCP, axis=3, tiled=True)
     scores, others = gathered[0], lax.bitcast_convert_type(gathered[1], jnp.int32)
     if scores.shape[-1] <= top_k:
-        return Choice(best.indices, _num_finite(best.scores))
+        return ChosenPlaces(best.indices, _num_finite(best.scores))
     least = lax.top_k(scores, top_k)[0][..., -1:]
     wanted = top_k - jnp.sum((scores > least).astype(jnp.int32), axis=-1, dtype=jnp.int32)
     # Equal scores: the lowest positions. There are at least as many as are wanted.
@@ -186,7 +186,9 @@ def _counted_over_ranks(best: _Best, block: Block, top_k: int) -> Choice:
     last = jnp.take_along_axis(lowest, wanted[..., None] - 1, axis=-1)
     is_chosen = (best.scores > least) | ((best.scores == least) & (positions <= last))
     is_chosen &= best.scores > -jnp.inf
-    return Choice(best.indices, jnp.sum(is_chosen.astype(jnp.int32), axis=-1, dtype=jnp.int32))
+    return ChosenPlaces(
+        best.indices, jnp.sum(is_chosen.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    )
 
 
 def _positions(indices: Array, rank: Array, sharding: TokenSharding) -> Integer[Array, "..."]:
@@ -197,7 +199,7 @@ def _positions(indices: Array, rank: Array, sharding: TokenSharding) -> Integer[
     return positions.astype(jnp.int32)
 
 
-def _owned(choice: Choice, block: Block) -> Choice:
+def _owned(choice: ChosenPlaces, block: Block) -> ChosenPlaces:
     """Of chosen positions those of this rank, in front, as places in its own tokens."""
     sharding = block.sharding
     positions = choice.indices.astype(jnp.uint32)
@@ -213,4 +215,4 @@ def _owned(choice: Choice, block: Block) -> Choice:
         return jnp.zeros_like(places).at[target].set(places, mode="drop")
 
     packed = jax.vmap(jax.vmap(pack))(places.astype(jnp.int32), target)
-    return Choice(packed, before[..., -1])
+    return ChosenPlaces(packed, before[..., -1])

@@ -60,6 +60,10 @@ class Reads:
     def tokens(self) -> int:
         return self.pages * self.page_size
 
+    def num_reads(self, page_tables: Integer[Array, "R M"]) -> int:
+        """Until all pages of a table are read."""
+        return -(-page_tables.shape[-1] // self.pages)
+
     def pages_of(self, table: Integer[Array, " M"], number: Array) -> tuple[Array, Array]:
         """The page ids of one read, and the index of its first token."""
         table = jnp.pad(table, (0, -table.shape[0] % self.pages), mode="edge")

@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float, Shaped
 
 from dcpjax.attention.block import Block
-from dcpjax.attention.indexer import Choice
+from dcpjax.attention.indexer import ChosenPlaces
 from dcpjax.attention.ragged import for_each_read, row_of, set_row
 from dcpjax.attention.softmax import Running, attend, finish, nothing_seen
 from dcpjax.cache.rows import PLAIN, RowFormat, read_rows
@@ -22,7 +22,7 @@ def sparse_attention(
     pool: Shaped[Array, "pages L 1 P D"],
     layer: int | Array,
     block: Block,
-    choice: Choice,
+    choice: ChosenPlaces,
     *,
     value_width: int,
     scale: float,

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Integer
 
 from dcpjax.attention.block import Block, TokenSharding, make_block
-from dcpjax.attention.indexer import Choice
+from dcpjax.attention.chosen import Choice
 from dcpjax.cache.pool import POOL_SPEC, Pools
 from dcpjax.config import SpeculativeConfig
 from dcpjax.engine.step import SAMPLED, StepShape, make_blocks, most_likely, token_ids
@@ -117,18 +117,14 @@ class _Drafter:
         indexer = self.decoder.config.indexer
         if indexer is None or not indexer.shares_with_drafts:
             return ()
-        flat = [
-            Choice(one.indices.reshape(-1, one.indices.shape[-1]), one.counts.reshape(-1))
-            for one in choices
-        ]
-        joint = jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat)
         last = _last_tokens(shape, counts)
-        return (
-            Choice(
-                jnp.take(joint.indices, last, axis=0, mode="clip")[:, None],
-                jnp.take(joint.counts, last, axis=0, mode="clip")[:, None],
-            ),
-        )
+
+        def pick(*parts: Array) -> Array:
+            """Of [B, T, ...] for each block: [rows, 1, ...]."""
+            joint = jnp.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
+            return jnp.take(joint, last, axis=0, mode="clip")[:, None]
+
+        return (jax.tree.map(pick, *choices),)
 
     def next(
         self,
@@ -187,8 +183,10 @@ def _following(
 
 def _last_tokens(shape: StepShape, counts: Array) -> Integer[Array, " rows"]:
     """Index of each row's last token that counts, among all tokens."""
-    first = [shape.first_token(row) for row in range(shape.rows)]
-    return jnp.asarray(first, jnp.int32) + jnp.maximum(counts - 1, 0)
+    first = jnp.asarray([shape.first_token(row) for row in range(shape.rows)], jnp.int32)
+    widths = [shape.decode_width] * shape.decode_rows + [shape.prefill_width] * shape.prefill_rows
+    # Counts are below the widths by what they count; Neuron's gathers want it to be seen.
+    return first + jnp.clip(counts - 1, 0, jnp.asarray(widths, jnp.int32) - 1)
 
 
 def _whole_blocks(

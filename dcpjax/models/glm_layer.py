@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from dcpjax.attention.block import Block
-from dcpjax.attention.indexer import Choice
+from dcpjax.attention.chosen import Choice
 from dcpjax.cache.pool import Pools
 from dcpjax.config import GlmConfig
 from dcpjax.mesh import padded

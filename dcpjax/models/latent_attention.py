@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Integer, Shaped
 
 from dcpjax.attention.block import Block, split_blocks
+from dcpjax.attention.chosen import Choice, attend_chosen, choose
 from dcpjax.attention.decode import decode_attention, merge_heads, write_block
-from dcpjax.attention.indexer import Choice, Query, choose_tokens
-from dcpjax.attention.sparse import sparse_attention
+from dcpjax.attention.indexer import Query
 from dcpjax.cache.parts import INDEXER, LATENT
 from dcpjax.cache.pool import Pools
 from dcpjax.cache.rows import RowFormat
@@ -100,7 +100,7 @@ class LatentAttention(nnx.Module):
             self.indexer = Indexer(config, dtype)
         self.has_indexer, self.is_sparse = has_indexer, config.indexer is not None
         self.nope, self.latent, self.scale = nope, latent, config.softmax_scale
-        self.sharding = sharding
+        self.sharding, self.form = sharding, sharding.form
 
     def __call__(
         self,
@@ -173,7 +173,7 @@ class LatentAttention(nnx.Module):
             split_blocks(q, blocks), split_blocks(weights, blocks), key_blocks, blocks, strict=True
         )
         choices = tuple(
-            choose_tokens(Query(q, w, scale, top_k, stored), pool, place.indexer, keys, tokens)
+            choose(Query(q, w, scale, top_k, stored), pool, place.indexer, keys, tokens, self.form)
             for q, w, keys, tokens in asked
         )
         return {**pools, names.indexer: pool}, choices
@@ -199,7 +199,7 @@ class LatentAttention(nnx.Module):
     ) -> Float[Array, "T h R"]:
         if block.sharding.ranks > 1:
             q = lax.all_gather(q, DCP, axis=1, tiled=True)
-        out, lse = sparse_attention(
+        out, lse = attend_chosen(
             q,
             pool,
             layer,
@@ -207,6 +207,7 @@ class LatentAttention(nnx.Module):
             choice,
             value_width=self.latent,
             scale=self.scale,
+            form=self.form,
             row_format=self.sharding.latent_format,
         )
         return merge_heads(out, lse, block, self.sharding.comm_backend)

@@ -4,6 +4,7 @@ Scores are small integers, so that many are equal and the rule for ties decides;
 may read are full of NaN.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -14,10 +15,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dcpjax.attention.block import Block, TokenSharding, make_block
+from dcpjax.attention.chosen import attend_chosen, choose
 from dcpjax.attention.decode import merge_heads
-from dcpjax.attention.indexer import Query, choose_tokens, index_scores
-from dcpjax.attention.sparse import sparse_attention
+from dcpjax.attention.indexer import Query, index_scores
 from dcpjax.cache.pool import POOL_SPEC
+from dcpjax.form import FORMS, StepForm
 from dcpjax.layout import slot_mapping
 from dcpjax.mesh import ALL_RANKS, DCP, decode_mesh
 
@@ -34,9 +36,17 @@ class Case:
     keys: str  # whole or sharded
     width: int
     segments: tuple[tuple[int, int], ...]  # (prior, real tokens) of each row
+    form: str = "dynamic"
 
     def __str__(self) -> str:
-        return f"dcp{self.dcp}-i{self.interleave}-{self.keys}-{len(self.segments)}x{self.width}"
+        shape = f"{len(self.segments)}x{self.width}"
+        return f"dcp{self.dcp}-i{self.interleave}-{self.keys}-{shape}-{self.form}"
+
+    @property
+    def step_form(self) -> StepForm:
+        """With reads of two or three pages: static ones are several, and the last is not full."""
+        tokens = 3 * PAGE_SIZE if self.form == "unrolled" else 2 * PAGE_SIZE
+        return dataclasses.replace(FORMS[self.form], read_tokens=tokens)
 
     @property
     def num_heads(self) -> int:
@@ -60,6 +70,14 @@ CASES = [
     for keys in ("whole", "sharded")
     for width, segments in [(1, DECODE), (5, ((7, 5), (0, 3))), (48, ((61, 48),))]
     if keys == "sharded" or dcp > 1
+]
+CASES += [
+    *(
+        dataclasses.replace(case, form="static")
+        for case in CASES
+        if (case.dcp, case.interleave) in ((1, 1), (3, 4))
+    ),
+    Case(2, 1, "whole", 5, ((7, 5), (0, 3)), "unrolled"),
 ]
 
 
@@ -141,10 +159,12 @@ def attend_on_rank(case: Case, q, index_q, weights, pool, keys, tables, priors, 
     block = make_block(case.width, tables, priors, counts, rank[0], case.sharding)
     key_block: Block = block.whole() if case.keys == "whole" else block
     query = Query(index_q, weights, 1.0, TOP_K)
-    choice = choose_tokens(query, keys, LAYER, key_block, block)
+    form = case.step_form
+    choice = choose(query, keys, LAYER, key_block, block, form)
     if case.dcp > 1:
         q = jax.lax.all_gather(q, DCP, axis=1, tiled=True)
-    out, lse = sparse_attention(q, pool, LAYER, block, choice, value_width=VALUES, scale=SCALE)
+    sizes = {"value_width": VALUES, "scale": SCALE}
+    out, lse = attend_chosen(q, pool, LAYER, block, choice, form=form, **sizes)
     return merge_heads(out, lse, block, "ag_rs")
 
 
