@@ -23,6 +23,7 @@ from dcpjax.transfer.frames import pack_page_ids
 from dcpjax.transfer.handshake import hello
 from dcpjax.transfer.memory import RankMemory
 from dcpjax.transfer.messages import Abort, Aborted, Claim, Heartbeat, Landed, Push
+from dcpjax.transfer.part_info import PartInfo
 
 PAGES, LAYERS, HEADS, PAGE, TOKEN = 8, 2, 2, 4, 16
 PATIENCE = 20.0
@@ -83,12 +84,19 @@ class Side:
         )
         self.backend = Backend(fabric, name, pulls=pulls)
         self.backend.register(regions)
-        info = EngineInfo(
-            engine_id=name,
-            factors={},
+        part = PartInfo(
+            name="kv",
+            layers=tuple(range(LAYERS)),
+            cache_format="bytes",
+            cache_dtype="uint8",
             placement=KVPlacement.tensor_parallel(1, layers=LAYERS, kv_heads=HEADS, page_size=PAGE),
             regions=regions,
             token_bytes=TOKEN,
+        )
+        info = EngineInfo(
+            engine_id=name,
+            factors={},
+            parts=(part,),
             tp_size=1,
             dcp_size=1,
             interleave=PAGE,
