@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dcpjax.engine.kv_moves import Plans, SequenceMove
+from dcpjax.engine.kv_moves import Moved, Plans, SequenceMove
 from dcpjax.engine.kv_staging import StagingArea, put_in_order, transfers
 from dcpjax.errors import TransferError
 from dcpjax.transfer.backend import TransferBackend, TransferHandle, TransferState
@@ -75,14 +75,6 @@ class TransferStats:
             return {name: value for name, value in vars(self).items() if name != "_lock"}
 
 
-@dataclass
-class _Transfer:
-    """A transfer under way, and how long it took once it has arrived."""
-
-    handle: TransferHandle
-    seconds: float = 0.0
-
-
 class LocalKV:
     """This engine as its peers know it, and the way to move KV from or to them."""
 
@@ -125,29 +117,29 @@ class LocalKV:
         staged = [part for part, plan in move.plans.items() if self._wants_staging(part, plan)]
         # A source that hangs keeps the staging pages; others need not wait for it.
         if staged and self._staging_lock.acquire(timeout=_STAGING_SECONDS):
-            self._pull_staged(move, staged)
+            moved = self._pull_staged(move, staged)
         else:
-            staged = []
+            staged, moved = [], []
         direct = {part: plan for part, plan in move.plans.items() if part not in staged}
         if direct:
-            self._read(move, direct, move.bind(direct))
+            moved.append(self._read(move, direct, move.bind(direct)))
+        self.last_transfer = move.shown(moved, self.backend.name)
 
     def _wants_staging(self, part: str, plan: TransferPlan) -> bool:
         token_bytes = self.info.part(part).token_bytes
         return self._staging is not None and is_staging_faster(plan, token_bytes=token_bytes)
 
-    def _pull_staged(self, move: SequenceMove, parts: Sequence[str]) -> None:
+    def _pull_staged(self, move: SequenceMove, parts: Sequence[str]) -> list[Moved]:
         """Through the staging pages, whose lock is held, and released when nothing lands there."""
         with ExitStack() as held:
             held.callback(self._staging_lock.release)
             try:
-                for part in parts:
-                    self._pull_part_staged(move, part)
+                return [moved for part in parts for moved in self._pull_part_staged(move, part)]
             except UnsettledError as error:
                 error.when_settled(held.pop_all().close)
                 raise
 
-    def _pull_part_staged(self, move: SequenceMove, part: str) -> None:
+    def _pull_part_staged(self, move: SequenceMove, part: str) -> Iterator[Moved]:
         assert self._staging is not None, "nothing is staged without a place"
         source, target = move.memory(part)
         own, page_size = self.info.part(part), source.placement.page_size
@@ -161,19 +153,20 @@ class LocalKV:
         )
         for plan, is_staged in rounds:
             bound = bind(plan, source, target, staging=staging if is_staged else None)
-            self._read(move, {part: plan}, bound)
+            yield self._read(move, {part: plan}, bound)
             put_in_order(bound, own, page_size)
 
-    def _read(self, move: SequenceMove, plans: Plans, bound: BoundTransfer) -> None:
-        with self._moving(move.source, bound) as transfer:
-            if not self._is_settled(transfer.handle, time.monotonic() + self.timeout):
+    def _read(self, move: SequenceMove, plans: Plans, bound: BoundTransfer) -> Moved:
+        started = time.monotonic()
+        with self._moving(move.source, bound) as handle:
+            if not self._is_settled(handle, started + self.timeout):
                 raise UnsettledError(
                     "a transfer ends in time",
-                    lambda: self._settle(transfer.handle),
+                    lambda: self._settle(handle),
                     timeout=self.timeout,
                     peer=move.source.engine_id,
                 )
-        self._note(move, plans, bound, transfer.seconds)
+        return self._arrived(plans, bound, started)
 
     def push(
         self, peer: EngineInfo, peer_pages: np.ndarray, pages: Sequence[int], span: range
@@ -184,34 +177,34 @@ class LocalKV:
         is the peer that has to know.
         """
         move = SequenceMove(self.info, pages, peer, peer_pages, span)
-        bound = move.bind(move.plans)
-        with self._moving(peer, bound) as transfer:
-            while not self._is_settled(transfer.handle, math.inf):  # this side closes: it ends
+        bound, started = move.bind(move.plans), time.monotonic()
+        with self._moving(peer, bound) as handle:
+            while not self._is_settled(handle, math.inf):  # this side closes, which will end it
                 time.sleep(_LONGEST_PAUSE)
-        self._note(move, move.plans, bound, transfer.seconds)
+        moved = self._arrived(move.plans, bound, started)
+        self.last_transfer = move.shown([moved], self.backend.name)
 
     @contextmanager
-    def _moving(self, peer: EngineInfo, bound: BoundTransfer) -> Iterator["_Transfer"]:
+    def _moving(self, peer: EngineInfo, bound: BoundTransfer) -> Iterator[TransferHandle]:
         """Start a transfer; see at the end that everything has arrived."""
-        started = time.monotonic()
         with self._backend_lock:
-            transfer = _Transfer(self.backend.submit(bound, peer.engine_id))
-        yield transfer
+            handle = self.backend.submit(bound, peer.engine_id)
+        yield handle
         with self._backend_lock:
-            state = transfer.handle.poll()
-            transfer.handle.release()
+            state = handle.poll()
+            handle.release()
         if state is not TransferState.DONE:
             raise TransferError("the transfer of a prompt's KV failed", peer=peer.engine_id)
-        transfer.seconds = time.monotonic() - started
 
-    def _note(self, move: SequenceMove, plans: Plans, bound: BoundTransfer, seconds: float) -> None:
-        self.last_transfer = move.shown(plans, bound, self.backend.name, seconds)
+    def _arrived(self, plans: Plans, bound: BoundTransfer, started: float) -> Moved:
+        moved = Moved(plans, bound, time.monotonic() - started)
         self.stats.add(
             num_transfers=1,
             num_bytes=bound.num_bytes,
             num_descriptors=bound.num_blocks,
-            seconds=seconds,
+            seconds=moved.seconds,
         )
+        return moved
 
     def _is_settled(self, handle: TransferHandle, deadline: float) -> bool:
         """Wait until nothing moves any more, or until the deadline, or until this side closes."""

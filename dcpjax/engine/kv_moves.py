@@ -19,6 +19,15 @@ Plans = Mapping[str, TransferPlan]
 
 
 @dataclass(frozen=True)
+class Moved:
+    """A transfer that has arrived, of some parts or of some tokens of one."""
+
+    plans: Plans
+    bound: BoundTransfer
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SequenceMove:
     """The tokens ``span`` of a sequence from pages of the source to pages of the target.
 
@@ -56,30 +65,29 @@ class SequenceMove:
         """These parts as one transfer, directly to their places."""
         return join([bind(self.plans[part], *self.memory(part)) for part in parts])
 
-    def shown(
-        self, plans: Plans, bound: BoundTransfer, backend: str, seconds: float
-    ) -> dict[str, Any]:
+    def shown(self, transfers: Sequence[Moved], backend: str) -> dict[str, Any]:
         """What has moved for people: bytes and pieces, [source ranks][target ranks].
 
         Pieces that lie one behind the other on both sides count one by one, though a library may
-        move them together. ``parts`` are bytes by cache part.
+        move them together. ``parts`` are bytes by cache part. ``num_bytes`` are those that moved,
+        in staged pages more than were wanted.
         """
-        bytes_of = {
-            part: plan.bytes_by_path(self.target.part(part).token_bytes)
-            for part, plan in plans.items()
-        }
         shape = self.source.num_ranks, self.target.num_ranks
+        tables = {part.name: np.zeros(shape, int) for part in self.target.parts}
         pieces = np.zeros(shape, int)
-        for path in bound.paths:
-            pieces[path.source_rank % shape[0], path.target_rank % shape[1]] += path.num_blocks
+        for moved in transfers:
+            for part, plan in moved.plans.items():
+                tables[part] += plan.bytes_by_path(self.target.part(part).token_bytes)
+            for path in moved.bound.paths:  # the ranks of joined parts lie one behind the other
+                pieces[path.source_rank % shape[0], path.target_rank % shape[1]] += path.num_blocks
         return {
             "backend": backend,
             "num_tokens": len(self.span),
-            "num_bytes": bound.num_bytes,
-            "seconds": seconds,
-            "bytes": sum(bytes_of.values(), np.zeros(shape, int)).tolist(),
+            "num_bytes": sum(moved.bound.num_bytes for moved in transfers),
+            "seconds": sum(moved.seconds for moved in transfers),
+            "bytes": np.sum(list(tables.values()), axis=0).tolist(),
             "pieces": pieces.tolist(),
-            "parts": {part: int(table.sum()) for part, table in bytes_of.items()},
+            "parts": {part: int(table.sum()) for part, table in tables.items()},
         }
 
 
