@@ -159,7 +159,7 @@ class LocalKV:
     def _read(self, move: SequenceMove, plans: Plans, bound: BoundTransfer) -> Moved:
         started = time.monotonic()
         with self._moving(move.source, bound) as handle:
-            if not self._is_settled(handle, started + self.timeout):
+            if not self._is_settled(handle, time.monotonic() + self.timeout):
                 raise UnsettledError(
                     "a transfer ends in time",
                     lambda: self._settle(handle),

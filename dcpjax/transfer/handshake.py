@@ -112,8 +112,8 @@ def _check_parts(*, consumer: EngineInfo, producer: EngineInfo) -> None:
         raise PeerError(
             "a producer caches all that its consumer does; with drafts of the model's own on the "
             "consumer, both have speculative_config",
-            consumer=sorted(wanted),
-            producer=sorted(held),
+            consumer=", ".join(sorted(wanted)),
+            producer=", ".join(sorted(held)),
         )
     for part in consumer.parts:
         source = producer.part(part.name)
