@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import numpy as np
 from bench_transfer import Memory, source_process_of
 
+from dcpjax.cache.parts import KV
 from dcpjax.config import EngineConfig
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import Request, SamplingParams
@@ -83,7 +84,7 @@ def source_of(engine: Engine) -> Iterator[tuple[NixlBackend, BoundTransfer]]:
         kv_heads=model.num_kv_heads,
         page_size=PAGE,
     )
-    token_bytes = engine.runner.memory[0].token_bytes
+    token_bytes = engine.runner.memory[KV][0].token_bytes
     num_pages = LANDING_TOKENS // PAGE
     rank_bytes = num_pages * model.num_layers * PAGE * token_bytes
     with source_process_of(placement.num_ranks * rank_bytes) as (agent, address):
@@ -99,14 +100,16 @@ def source_of(engine: Engine) -> Iterator[tuple[NixlBackend, BoundTransfer]]:
             for rank in range(placement.num_ranks)
         )
         backend = NixlBackend()
-        backend.register(engine.runner.memory)
+        backend.register(engine.runner.memory[KV])
         backend.connect("source", agent)
         landing = LANDING_TOKENS // (PAGE * DCP)
         last = engine.pool_shapes.num_pages
         bound = bind(
-            plan_transfer(placement, engine.placement, num_tokens=LANDING_TOKENS),
+            plan_transfer(placement, engine.placements[KV], num_tokens=LANDING_TOKENS),
             SequenceMemory(placement, ranks, np.arange(num_pages)),
-            SequenceMemory(engine.placement, engine.runner.memory, np.arange(last - landing, last)),
+            SequenceMemory(
+                engine.placements[KV], engine.runner.memory[KV], np.arange(last - landing, last)
+            ),
         )
         yield backend, bound
         backend.close()

@@ -85,4 +85,6 @@ def reshard_table(url: str) -> Table:
             for size, count in zip(sizes, pieces, strict=True)
         ]
         table.add_row(str(rank), *cells)
+    if len(last["parts"]) > 1:
+        table.caption = ", ".join(f"{part} {mebibytes(n)}" for part, n in last["parts"].items())
     return table

@@ -59,6 +59,7 @@ def test_it_shows_the_server_s_progress_the_answer_and_what_each_rank_holds(tmp_
     assert "It is here." in output
     assert "reshard: 6.0 MiB over nixl in 12 ms" in output
     assert "1.0 MiB in 4" in output and "3.0 MiB in 6" in output
+    assert "latent 5.0 MiB, indexer 1.0 MiB" in output
     assert "KV cache of 103 tokens over 3 decode ranks" in output  # 100 + 4, less the last one
     rows = [line.replace("│", " ").split() for line in output.splitlines() if "│" in line]
     held = {row[0]: (row[1], row[2]) for row in rows if row[0].isdigit()}

@@ -273,15 +273,23 @@ class Blueprint:
         return is_mirrored
 
     @property
-    def placement(self) -> KVPlacement:
-        """Which rank holds which layers, heads and tokens of the cache."""
+    def placements(self) -> dict[str, KVPlacement]:
+        """Which rank holds which layers, heads and tokens of the cache, by part."""
+        return {part.name: self._placement(part) for part in self.parts}
+
+    def _placement(self, part: CachePart) -> KVPlacement:
+        ranks = self.config.tensor_parallel_size
+        size = {"layers": len(part.layers), "kv_heads": part.kv_heads}
+        if part.is_replicated:  # as without DCP, in pages as long as all ranks' together
+            return KVPlacement.tensor_parallel(
+                ranks, **size, page_size=self.config.virtual_page_size
+            )
         is_prefill_order = self.config.apply_prefill_dcp
         make = KVPlacement.prefill_dcp if is_prefill_order else KVPlacement.decode
         return make(
-            self.config.tensor_parallel_size,
+            ranks,
             self.config.decode_context_parallel_size,
-            layers=self.model.num_layers,
-            kv_heads=self.model.num_kv_heads,
+            **size,
             page_size=self.config.block_size,
             interleave=self.config.interleave,
         )

@@ -4,6 +4,7 @@ With speculation it looks at what a step has accepted before it plans the next o
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -11,7 +12,6 @@ from typing import Any
 
 import jax
 
-from dcpjax.cache.parts import KV
 from dcpjax.cache.pool import PoolShapes
 from dcpjax.cache.prefix import PagePool
 from dcpjax.config import EngineConfig, Progress
@@ -25,6 +25,7 @@ from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
 from dcpjax.engine.kv_backends import prepare_backend
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
+from dcpjax.engine.kv_parts import describe_parts
 from dcpjax.engine.kv_staging import StagingArea
 from dcpjax.engine.mtp_drafter import MtpDrafter
 from dcpjax.engine.plan import Drain
@@ -80,6 +81,7 @@ class Engine:
             self._handoff = self._make_handoff(engine_id, backend, checkpoint)
             opened.pop_all()
         self._in_flight: Dispatched | None = None
+        self._drafted: jax.Array | None = None  # of the last step that was waited for
         self._num_steps = 0
         self._is_blocked = False
         self._is_dead = False
@@ -153,9 +155,9 @@ class Engine:
         return "cpu" if self.blueprint.mirrors_pool else self.blueprint.platform
 
     @property
-    def placement(self) -> KVPlacement:
-        """Which rank holds which layers, heads and tokens of the cache."""
-        return self.blueprint.placement
+    def placements(self) -> dict[str, KVPlacement]:
+        """Which rank holds which layers, heads and tokens of the cache, by part."""
+        return self.blueprint.placements
 
     def _make_handoff(
         self, engine_id: str, backend: TransferBackend | None, checkpoint: Checkpoint
@@ -163,10 +165,12 @@ class Engine:
         config = self.config.kv_transfer_config
         if config is None or backend is None:
             return None
-        regions = self.runner.memory
+        memory = self.runner.memory
         is_staging = config.is_consumer and backend.pulls and self._kv_platform == "cpu"
-        staging = StagingArea(len(regions)) if is_staging else None
-        backend.register([*regions, *(staging.regions if staging else ())])
+        staging = StagingArea(self._mesh.size) if is_staging else None
+        regions = itertools.chain(*memory.values(), staging.regions if staging else ())
+        backend.register(list(regions))
+        parts = describe_parts(self.blueprint.parts, self.pool_shapes, self.placements, memory)
         info = describe_engine(
             self.config,
             self.model_config,
@@ -174,9 +178,8 @@ class Engine:
             weights=fingerprint(checkpoint),
             dtype=str(self.blueprint.dtype),
             transfer=config,
-            pool=self.pool_shapes.by_part[KV],
-            placement=self.placement,
-            regions=regions,
+            head_size=self.blueprint.parts[0].width,
+            parts=parts,
             backend=backend,
         )
         local = LocalKV(info, backend, timeout=config.transfer_timeout, staging=staging)
@@ -272,6 +275,7 @@ class Engine:
             outputs = self.scheduler.take_ended()
         else:
             outputs = self.scheduler.commit(dispatched.plan, *dispatched.wait())
+            self._drafted = dispatched.drafted
         # Only now: a load writes at once into its pages, which a step that was in flight when they
         # were given to it may still have written for the request that had them before.
         return _with_offers(outputs, self._serve_kv())
@@ -279,6 +283,8 @@ class Engine:
     def _serve_kv(self) -> dict[str, dict[str, Any]]:
         """Let the handoff begin what the scheduler wants; the offers of new exports, by request."""
         events = self.scheduler.remote.take_events()
+        if events.loads or events.exports or events.early_exports or events.progress:
+            jax.block_until_ready(self._drafted)  # drafting writes into pages behind its step
         for export in events.exports:
             self.runner.copy_out(export.page_ids)
         return {} if self._handoff is None else self._handoff.serve(events)

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dcpjax.cache.pool import PoolShape
 from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
@@ -20,13 +19,9 @@ from dcpjax.engine.remote_kv import KVEvents, KVLoad, RemoteKV, prompt_digest
 from dcpjax.engine.remote_work import RemoteWork
 from dcpjax.engine.request import Request
 from dcpjax.errors import RequestError
-from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import TransferBackend
 from dcpjax.transfer.engine_info import EngineInfo, compatibility_factors
-from dcpjax.transfer.memory import RankMemory
-
-CACHE_FORMAT = "pages, layers, heads, tokens, keys | values"
-"""What the bytes of a page are, in the order of their strides."""
+from dcpjax.transfer.part_info import PartInfo
 
 _PARAM = "kv_transfer_params"
 
@@ -204,9 +199,8 @@ def describe_engine(
     weights: str,
     dtype: str,
     transfer: KVTransferConfig,
-    pool: PoolShape,
-    placement: KVPlacement,
-    regions: tuple[RankMemory, ...],
+    head_size: int,
+    parts: tuple[PartInfo, ...],
     backend: TransferBackend,
 ) -> EngineInfo:
     """This engine as its peers shall know it, once its memory is registered with the backend.
@@ -214,6 +208,7 @@ def describe_engine(
     Args:
         weights: fingerprint of the checkpoint.
         dtype: of the computation.
+        head_size: values of a token, layer and head in the first part.
     """
     return EngineInfo(
         engine_id=engine_id,
@@ -221,15 +216,13 @@ def describe_engine(
             model=model.architecture,
             weights=weights,
             dtype=dtype,
-            cache_format=CACHE_FORMAT,
-            cache_dtype=str(pool.dtype),
+            cache_format=parts[0].cache_format,
+            cache_dtype=parts[0].cache_dtype,
             num_hidden_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
-            head_size=pool.width,
+            head_size=head_size,
         ),
-        placement=placement,
-        regions=regions,
-        token_bytes=regions[0].token_bytes,
+        parts=parts,
         tp_size=config.tensor_parallel_size,
         dcp_size=config.decode_context_parallel_size,
         interleave=config.interleave,

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from dcpjax.engine.kv_moves import Moved, Plans, SequenceMove
 from dcpjax.engine.kv_staging import StagingArea, put_in_order, transfers
 from dcpjax.errors import TransferError
 from dcpjax.transfer.backend import TransferBackend, TransferHandle, TransferState
 from dcpjax.transfer.bind import BoundTransfer, bind
 from dcpjax.transfer.engine_info import EngineInfo
-from dcpjax.transfer.memory import SequenceMemory
-from dcpjax.transfer.plan import TransferPlan, plan_transfer
+from dcpjax.transfer.plan import TransferPlan
 from dcpjax.transfer.staging import is_staging_faster
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.01  # seconds between two looks at a transfer
@@ -107,81 +107,86 @@ class LocalKV:
     def pull(
         self, peer: EngineInfo, peer_pages: Sequence[int], pages: Sequence[int], span: range
     ) -> None:
-        """Read the tokens ``span`` of a sequence from a peer's pages into ours.
+        """Read the tokens ``span`` of a sequence from a peer's pages into ours, in all parts.
 
         Raises:
             UnsettledError: it takes too long, and our pages may still be written.
             TransferError: it was refused or has failed; nothing moves any more.
         """
-        source, target = _sequence(peer, peer_pages), _sequence(self.info, pages)
-        plan = plan_transfer(
-            source.placement, target.placement, num_tokens=span.stop, first_token=span.start
-        )
-        wants_staging = self._staging is not None and is_staging_faster(
-            plan, token_bytes=self.info.token_bytes
-        )
+        move = SequenceMove(peer, peer_pages, self.info, pages, span)
+        staged = [part for part, plan in move.plans.items() if self._wants_staging(part, plan)]
         # A source that hangs keeps the staging pages; others need not wait for it.
-        if wants_staging and self._staging_lock.acquire(timeout=_STAGING_SECONDS):
-            self._pull_staged(peer, source, target, span)
+        if staged and self._staging_lock.acquire(timeout=_STAGING_SECONDS):
+            moved = self._pull_staged(move, staged)
         else:
-            self._read(peer, plan, bind(plan, source, target))
+            staged, moved = [], []
+        direct = {part: plan for part, plan in move.plans.items() if part not in staged}
+        if direct:
+            moved.append(self._read(move, direct, move.bind(direct)))
+        self.last_transfer = move.shown(moved, self.backend.name)
 
-    def _pull_staged(
-        self, peer: EngineInfo, source: SequenceMemory, target: SequenceMemory, span: range
-    ) -> None:
+    def _wants_staging(self, part: str, plan: TransferPlan) -> bool:
+        token_bytes = self.info.part(part).token_bytes
+        return self._staging is not None and is_staging_faster(plan, token_bytes=token_bytes)
+
+    def _pull_staged(self, move: SequenceMove, parts: Sequence[str]) -> list[Moved]:
         """Through the staging pages, whose lock is held, and released when nothing lands there."""
-        assert self._staging is not None, "nothing is staged without a place"
-        staging = self._staging.cut(self.info, peer.page_size)
-        plans = transfers(
-            source.placement,
-            target.placement,
-            span,
-            token_bytes=self.info.token_bytes,
-            num_pages=len(staging.page_ids),
-        )
         with ExitStack() as held:
             held.callback(self._staging_lock.release)
             try:
-                for plan, is_staged in plans:
-                    bound = bind(plan, source, target, staging=staging if is_staged else None)
-                    self._read(peer, plan, bound)
-                    put_in_order(bound, self.info, peer.page_size)
+                return [moved for part in parts for moved in self._pull_part_staged(move, part)]
             except UnsettledError as error:
                 error.when_settled(held.pop_all().close)
                 raise
 
-    def _read(self, peer: EngineInfo, plan: TransferPlan, bound: BoundTransfer) -> None:
-        with self._moving(peer, plan, bound) as handle:
+    def _pull_part_staged(self, move: SequenceMove, part: str) -> Iterator[Moved]:
+        assert self._staging is not None, "nothing is staged without a place"
+        source, target = move.memory(part)
+        own, page_size = self.info.part(part), source.placement.page_size
+        staging = self._staging.cut(own, page_size)
+        rounds = transfers(
+            source.placement,
+            target.placement,
+            move.span,
+            token_bytes=own.token_bytes,
+            num_pages=len(staging.page_ids),
+        )
+        for plan, is_staged in rounds:
+            bound = bind(plan, source, target, staging=staging if is_staged else None)
+            yield self._read(move, {part: plan}, bound)
+            put_in_order(bound, own, page_size)
+
+    def _read(self, move: SequenceMove, plans: Plans, bound: BoundTransfer) -> Moved:
+        started = time.monotonic()
+        with self._moving(move.source, bound) as handle:
             if not self._is_settled(handle, time.monotonic() + self.timeout):
                 raise UnsettledError(
                     "a transfer ends in time",
                     lambda: self._settle(handle),
                     timeout=self.timeout,
-                    peer=peer.engine_id,
+                    peer=move.source.engine_id,
                 )
+        return self._arrived(plans, bound, started)
 
     def push(
         self, peer: EngineInfo, peer_pages: np.ndarray, pages: Sequence[int], span: range
     ) -> None:
-        """Write the tokens ``span`` of a sequence from our pages into a peer's.
+        """Write the tokens ``span`` of a sequence from our pages into a peer's, in all its parts.
 
         Returns, or raises TransferError, when nothing moves any more, however long that takes: it
         is the peer that has to know.
         """
-        source, target = _sequence(self.info, pages), _sequence(peer, peer_pages)
-        plan = plan_transfer(
-            source.placement, target.placement, num_tokens=span.stop, first_token=span.start
-        )
-        with self._moving(peer, plan, bind(plan, source, target)) as handle:
+        move = SequenceMove(self.info, pages, peer, peer_pages, span)
+        bound, started = move.bind(move.plans), time.monotonic()
+        with self._moving(peer, bound) as handle:
             while not self._is_settled(handle, math.inf):  # this side closes, which will end it
                 time.sleep(_LONGEST_PAUSE)
+        moved = self._arrived(move.plans, bound, started)
+        self.last_transfer = move.shown([moved], self.backend.name)
 
     @contextmanager
-    def _moving(
-        self, peer: EngineInfo, plan: TransferPlan, bound: BoundTransfer
-    ) -> Iterator[TransferHandle]:
+    def _moving(self, peer: EngineInfo, bound: BoundTransfer) -> Iterator[TransferHandle]:
         """Start a transfer; see at the end that everything has arrived."""
-        started = time.monotonic()
         with self._backend_lock:
             handle = self.backend.submit(bound, peer.engine_id)
         yield handle
@@ -190,14 +195,16 @@ class LocalKV:
             handle.release()
         if state is not TransferState.DONE:
             raise TransferError("the transfer of a prompt's KV failed", peer=peer.engine_id)
-        seconds = time.monotonic() - started
-        self.last_transfer = _shown(plan, bound, self.backend.name, seconds)
+
+    def _arrived(self, plans: Plans, bound: BoundTransfer, started: float) -> Moved:
+        moved = Moved(plans, bound, time.monotonic() - started)
         self.stats.add(
             num_transfers=1,
             num_bytes=bound.num_bytes,
             num_descriptors=bound.num_blocks,
-            seconds=seconds,
+            seconds=moved.seconds,
         )
+        return moved
 
     def _is_settled(self, handle: TransferHandle, deadline: float) -> bool:
         """Wait until nothing moves any more, or until the deadline, or until this side closes."""
@@ -224,29 +231,3 @@ class LocalKV:
     def close(self) -> None:
         with self._backend_lock:
             self.backend.close()
-
-
-def _sequence(engine: EngineInfo, page_ids: Sequence[int] | np.ndarray) -> SequenceMemory:
-    return SequenceMemory(engine.placement, engine.regions, page_ids)
-
-
-def _shown(
-    plan: TransferPlan, bound: BoundTransfer, backend: str, seconds: float
-) -> dict[str, Any]:
-    """A transfer for people: bytes and pieces, [source ranks][target ranks].
-
-    Pieces that lie one behind the other on both sides count one by one, though a library may move
-    them together.
-    """
-    item_bytes = max(rank.token_bytes for rank in bound.source_ranks)
-    pieces = np.zeros((plan.source.num_ranks, plan.target.num_ranks), int)
-    for path in bound.paths:
-        pieces[path.source_rank, path.target_rank] = path.num_blocks
-    return {
-        "backend": backend,
-        "num_tokens": plan.num_tokens - plan.first_token,
-        "num_bytes": bound.num_bytes,
-        "seconds": seconds,
-        "bytes": plan.bytes_by_path(item_bytes).tolist(),
-        "pieces": pieces.tolist(),
-    }

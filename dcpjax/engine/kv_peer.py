@@ -167,7 +167,7 @@ class SourcePeer:
             )
 
     def _landed(self, request_id: str) -> Landed:
-        num_ranks = self._local.info.placement.num_ranks
+        num_ranks = self._local.info.num_ranks
         return Landed(
             engine_id=self._engine_id,
             request_id=request_id,

@@ -14,8 +14,8 @@ import numpy as np
 
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.bind import BoundTransfer, Landing
-from dcpjax.transfer.engine_info import EngineInfo
 from dcpjax.transfer.memory import RankMemory
+from dcpjax.transfer.part_info import PartInfo
 from dcpjax.transfer.plan import TransferPlan, plan_transfer
 from dcpjax.transfer.staging import StagingMemory, is_staging_faster, num_staging_pages
 
@@ -42,8 +42,12 @@ class StagingArea:
             RankMemory(buffer.ctypes.data, 1, size, size, size, 1) for buffer in self._buffers
         )
 
-    def cut(self, target: EngineInfo, page_size: int) -> StagingMemory:
-        """Pages with the tokens of a source page, and the layers and heads of each target rank."""
+    def cut(self, target: PartInfo, page_size: int) -> StagingMemory:
+        """Pages with the tokens of a source page, and the layers and heads of each target rank.
+
+        Args:
+            target: the cache part that is staged; one after the other has all of the memory.
+        """
         ranks = tuple(
             _region(buffer, share.num_layers, share.num_heads, page_size, target.token_bytes)
             for buffer, share in zip(self._buffers, target.placement.shares, strict=True)
@@ -70,7 +74,7 @@ def transfers(
             yield from transfers(source, target, half, token_bytes=token_bytes, num_pages=num_pages)
 
 
-def put_in_order(bound: BoundTransfer, target: EngineInfo, page_size: int) -> None:
+def put_in_order(bound: BoundTransfer, target: PartInfo, page_size: int) -> None:
     """Copy what has landed in staging pages to the places of its tokens.
 
     Args:
@@ -78,7 +82,9 @@ def put_in_order(bound: BoundTransfer, target: EngineInfo, page_size: int) -> No
     """
     for landing in bound.landings:
         staged = _view(bound.target_ranks[landing.target_rank], landing, target, page_size)
-        pages = _view(target.regions[landing.target_rank], landing, target, target.page_size)
+        pages = _view(
+            target.regions[landing.target_rank], landing, target, target.placement.page_size
+        )
         rows = staged[landing.staging_pages, :, :, landing.staging_offsets]
         pages[landing.target_pages, :, :, landing.target_offsets] = rows
 
@@ -97,7 +103,7 @@ def _region(
     )
 
 
-def _view(region: RankMemory, landing: Landing, target: EngineInfo, page_size: int) -> np.ndarray:
+def _view(region: RankMemory, landing: Landing, target: PartInfo, page_size: int) -> np.ndarray:
     """A rank's pages without gaps as bytes [pages, layers, heads, page_size, token_bytes]."""
     share = target.placement.shares[landing.target_rank]
     shape = (region.num_pages, share.num_layers, share.num_heads, page_size, region.token_bytes)

@@ -110,7 +110,7 @@ class Writers:
                 self._local.disconnect(target.info.engine_id)
 
     def _push(self, call: Push, target: EngineInfo, export: KVExport) -> Pushed:
-        page_ids = unpack_page_ids(call.page_ids, num_pages=_fewest_pages(target))
+        page_ids = unpack_page_ids(call.page_ids, num_pages=target.num_pages)
         span = range(call.first_token, call.num_tokens)
         self._local.push(target, page_ids, export.page_ids, span)
         return Pushed()
@@ -124,11 +124,6 @@ class Writers:
             if not self._pushes[key]:
                 del self._pushes[key]
         then()
-
-
-def _fewest_pages(target: EngineInfo) -> int:
-    """Page ids below this are valid on every rank that holds something."""
-    return min(region.num_pages for region in target.regions if region.num_bytes)
 
 
 def _aborted_after(pushes: list[Future[Pushed]]) -> Aborted | Future[Aborted]:

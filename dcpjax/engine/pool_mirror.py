@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcpjax.cache.page_moves import gather_pages, scatter_pages
 from dcpjax.cache.pool import POOL_SPEC, PoolShape
+from dcpjax.engine.kv_parts import rank_memory
 from dcpjax.mesh import DCP
 from dcpjax.transfer.memory import RankMemory
 
@@ -50,18 +51,7 @@ class PoolMirror:
     @property
     def memory(self) -> tuple[RankMemory, ...]:
         """Where each rank's pages lie, by rank."""
-        _, layers, heads, page_size, width = self._share
-        return tuple(
-            RankMemory.dense(
-                pages.ctypes.data,
-                num_pages=self._shape.num_pages,
-                num_layers=layers,
-                num_heads=heads,
-                page_size=page_size,
-                token_bytes=width * pages.itemsize,
-            )
-            for pages in self._ranks
-        )
+        return tuple(rank_memory(self._shape, rank, rank.ctypes.data) for rank in self._ranks)
 
     def copy_out(self, pool: Array, page_ids: Sequence[int]) -> None:
         """Copy pages of the pool to the host. Returns when they are there."""

@@ -19,12 +19,12 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from dcpjax.attention.block import TokenSharding
-from dcpjax.cache.parts import KV
 from dcpjax.cache.pool import Pools, PoolShapes, allocate_pools
 from dcpjax.config import Progress, SpeculativeConfig
 from dcpjax.engine.audit import StepAudit, audit_step
 from dcpjax.engine.device_drafting import DeviceDrafter
 from dcpjax.engine.device_tokens import DeviceTokens
+from dcpjax.engine.kv_parts import Regions, rank_memory
 from dcpjax.engine.packing import all_shapes, pack, positions_of, rows_of, smallest_fitting
 from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import StepPlan, StepShapes
@@ -44,19 +44,22 @@ from dcpjax.transfer.memory import RankMemory
 class Dispatched:
     """A step on its way: its plan, and its tokens once somebody waits for them.
 
-    ``ends`` is an output of the step itself, on every device. With a ``verifier`` the step had
-    drafts, those that the host does not know in ``drafts`` by request id.
+    ``ends`` is an output of the step itself, on every device, ``drafted`` of what was dispatched
+    behind it to draft, if anything was. With a ``verifier`` the step had drafts, those that the
+    host does not know in ``drafts`` by request id.
     """
 
     plan: StepPlan
     tokens: SampledTokens
     ends: Array
+    drafted: Array | None = None
     verifier: Verifier | None = None
     drafts: Callable[[], dict[str, np.ndarray]] = dict
 
     def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
         """The new tokens of each sampling segment, and log-probabilities where asked for, when the
-        step writes into no page any more.
+        step writes into no page any more; what drafts behind it may still write into pages of the
+        draft layer.
 
         A device may be the last to write: the tokens, read from one of them, do not tell.
         """
@@ -120,7 +123,8 @@ class Runner:
         }
         self._verifier = speculation and Verifier(speculation, self._sampler.seed_words)
         self._tables = PageTables(max_num_seqs, max(table_widths), pool_shapes.scratch_page)
-        self._mirror = PoolMirror(pool_shapes.by_part[KV], mesh) if mirrors_pool else None
+        mirrored = pool_shapes.by_part if mirrors_pool else {}
+        self._mirrors = {name: PoolMirror(shape, mesh) for name, shape in mirrored.items()}
         self.audits: tuple[StepAudit, ...] = ()
 
     @property
@@ -145,13 +149,25 @@ class Runner:
         return [shard for pool in pools for shard in pool.addressable_shards]
 
     @property
-    def memory(self) -> tuple[RankMemory, ...]:
-        """Where other engines find each rank's pages, by rank: in the pool, of which the audit
-        proves that it stays there, or in the host's copy."""
-        if self._mirror is not None:
-            return self._mirror.memory
-        shards = {shard.device: shard.data for shard in self._pools[KV].addressable_shards}
-        return tuple(_memory(shards[device], device) for device in self._mesh.devices.flat)
+    def memory(self) -> Regions:
+        """Where other engines find each rank's pages, by part and rank: in the pool, of which the
+        audit proves that it stays there, or in the host's copy."""
+        if self._mirrors:
+            return {name: mirror.memory for name, mirror in self._mirrors.items()}
+        return {name: self._pool_memory(name) for name in self._pools}
+
+    def _pool_memory(self, part: str) -> tuple[RankMemory, ...]:
+        shape, pool = self._pool_shapes.by_part[part], self._pools[part]
+        shares = {shard.device: shard.data for shard in pool.addressable_shards}
+        return tuple(
+            rank_memory(
+                shape,
+                shares[device],
+                shares[device].unsafe_buffer_pointer(),
+                0 if device.platform == "cpu" else device.local_hardware_id or 0,
+            )
+            for device in self._mesh.devices.flat
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -167,13 +183,13 @@ class Runner:
 
     def copy_out(self, page_ids: Sequence[int]) -> None:
         """Let other engines find pages as they are now, where they read the host's copy."""
-        if self._mirror is not None:
-            self._mirror.copy_out(self._pools[KV], page_ids)
+        for name, mirror in self._mirrors.items():
+            mirror.copy_out(self._pools[name], page_ids)
 
     def copy_in(self, page_ids: Sequence[int]) -> None:
         """Take over pages that other engines have written, where they write the host's copy."""
-        if self._mirror is not None:
-            self._pools = {KV: self._mirror.copy_in(self._pools[KV], page_ids)}
+        for name, mirror in self._mirrors.items():
+            self._pools = {**self._pools, name: mirror.copy_in(self._pools[name], page_ids)}
 
     def close(self) -> None:
         """Free the pools. Idempotent."""
@@ -263,7 +279,8 @@ class Runner:
             tokens = self._sampler.sample(self._whole_logits(result.logits), sampling)
         requests = {row: s.request for row, s in rows_of(plan, shape) if s.samples}
         self._keep(shape, packed, result, tokens.ids, requests)
-        return Dispatched(plan, tokens, result.tokens, self._verifier, drafts)
+        drafted = self._tokens.array if self._yields_hidden else None
+        return Dispatched(plan, tokens, result.tokens, drafted, self._verifier, drafts)
 
     def _keep(
         self,
@@ -297,16 +314,3 @@ class Runner:
     def _pack(self, shape: StepShape, plan: StepPlan) -> np.ndarray:
         scratch_page = self._pool_shapes.scratch_page
         return pack(plan, shape, self._tables, scratch_page, self._tokens.rows)
-
-
-def _memory(share: Array, device: jax.Device) -> RankMemory:
-    num_pages, num_layers, num_heads, page_size, width = share.shape
-    return RankMemory.dense(
-        share.unsafe_buffer_pointer(),
-        num_pages=num_pages - 1,  # the last one is the scratch page
-        num_layers=num_layers,
-        num_heads=num_heads,
-        page_size=page_size,
-        token_bytes=width * share.dtype.itemsize,
-        device_id=0 if device.platform == "cpu" else device.local_hardware_id or 0,
-    )

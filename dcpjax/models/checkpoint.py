@@ -103,9 +103,9 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
     Covers the config and a sample of the weights, enough to tell a fine-tuned model from its base
     and one quantisation from another: the final norm, and the projection that makes the last
-    layer's keys.
+    layer's keys. Not the draft layer, which an engine may have or not.
     """
-    config = checkpoint.config
+    config = _without_drafts(checkpoint.config)
     digest = hashlib.sha256(repr(config).encode())
     keys = "kv_a_proj_with_mqa" if isinstance(config, GlmConfig) else "k_proj"
     last = layer_prefix(config.num_layers - 1)

@@ -19,7 +19,7 @@ from dcpjax.transfer.formulas import vllm_dcp_source_ranks as vllm_dcp_source_ra
 from dcpjax.transfer.formulas import vllm_tp_mapping as vllm_tp_mapping
 from dcpjax.transfer.memory import RankMemory as RankMemory
 from dcpjax.transfer.memory import SequenceMemory as SequenceMemory
-from dcpjax.transfer.parts import CachePart as CachePart
+from dcpjax.transfer.parts import PlacedPart as PlacedPart
 from dcpjax.transfer.parts import plan_parts as plan_parts
 from dcpjax.transfer.plan import TransferPath as TransferPath
 from dcpjax.transfer.plan import TransferPiece as TransferPiece

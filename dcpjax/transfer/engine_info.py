@@ -2,31 +2,32 @@
 
 import hashlib
 import math
-from dataclasses import asdict
+from typing import Annotated
 
 import msgspec
 
 from dcpjax.errors import PeerError, TransferError
-from dcpjax.layout import KVPlacement
-from dcpjax.layout.placement import KVShare
-from dcpjax.transfer.check import check_region
-from dcpjax.transfer.memory import RankMemory
-from dcpjax.transfer.messages import MAX_PAGES, MAX_RANKS, Digest, Factors, Id, Version
+from dcpjax.transfer.messages import MAX_RANKS, Digest, Factors, Id, Version
+from dcpjax.transfer.part_info import PartInfo
+from dcpjax.transfer.parts import PlacedPart
 
-CONNECTOR_VERSION = 2
+CONNECTOR_VERSION = 3
 """Of the messages, of EngineInfo and of what they mean. In the compatibility hash."""
 
-MAX_ADDRESS = 2**63 - 1
 _MAX_SIZE = 2**31 - 1
+
+Parts = Annotated[tuple[PartInfo, ...], msgspec.Meta(max_length=16)]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine as its peers see it. Construction and decoding check it for contradictions.
 
+    A page id stands for the same tokens in every part: one page on each of the ranks that share
+    them, or the longer page of a rank that has all of them.
+
     Attributes:
         factors: of :func:`compatibility_factors`.
-        regions: by rank of ``placement``.
-        token_bytes: of one token of one head of one layer.
+        parts: of its cache. The first is one whose tokens ``dcp_size`` ranks share.
         tp_size: ranks without those that PCP multiplies: ``tp_size * pcp_size`` ranks in all.
         dcp_size: ranks that share the tokens of a sequence, whatever their order.
         interleave: consecutive tokens on one of them; without meaning for a ``dcp_size`` of 1.
@@ -41,9 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     engine_id: Id
     factors: Factors
-    placement: KVPlacement
-    regions: tuple[RankMemory, ...]
-    token_bytes: int
+    parts: Parts
     tp_size: int
     dcp_size: int
     interleave: int
@@ -58,22 +57,33 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         _check_sizes(self)
         _check_times(self)
-        _check_shares(self)
-        if len(self.regions) != self.placement.num_ranks:
-            raise TransferError(
-                "an engine has one memory region per rank",
-                regions=len(self.regions),
-                ranks=self.placement.num_ranks,
-            )
-        for rank, region in enumerate(self.regions):
-            _check_range(rank, region)
-            share = self.placement.shares[rank]
-            if not share.is_empty:
-                _check_region(rank, share, region, self)
+        _check_names(self)
+        for part in self.parts:
+            _check_ranks(self, part)
+            _check_shares(self, part)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pcp_size
 
     @property
     def page_size(self) -> int:
-        return self.placement.page_size
+        """Tokens of a page of the first part."""
+        return self.parts[0].placement.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Page ids below this are valid in every part."""
+        return min(part.num_pages for part in self.parts)
+
+    @property
+    def placed(self) -> tuple[PlacedPart, ...]:
+        """The parts as they are planned with."""
+        return tuple(part.placed for part in self.parts)
+
+    def part(self, name: str) -> PartInfo:
+        """The part of this name, which there is."""
+        return next(part for part in self.parts if part.name == name)
 
     @property
     def compatibility(self) -> Digest:
@@ -93,14 +103,14 @@ def compatibility_factors(
     num_kv_heads: int,
     head_size: int,
 ) -> Factors:
-    """Everything that two engines must have in common.
+    """What two engines must have in common before one reads the other's description.
 
     Args:
         model: the architecture.
         weights: a fingerprint of the parameters.
         dtype: of the computation.
-        cache_format: how a token's bytes are laid out in a page.
-        cache_dtype: of the stored values.
+        cache_format: of the first part of the cache.
+        cache_dtype: likewise; what other parts have in common is in their descriptions.
     """
     return dict(
         model=model,
@@ -140,38 +150,43 @@ def _check_times(info: EngineInfo) -> None:
 
 
 def _check_sizes(info: EngineInfo) -> None:
-    placement = info.placement
-    sizes = {
-        "token_bytes": info.token_bytes,
-        "tp_size": info.tp_size,
-        "pcp_size": info.pcp_size,
-        "dcp_size": info.dcp_size,
-        "interleave": info.interleave,
-        "layers": placement.layers,
-        "kv_heads": placement.kv_heads,
-        "page_size": placement.page_size,
-    }
-    for name, size in sizes.items():
+    for name in ("tp_size", "pcp_size", "dcp_size", "interleave"):
+        size = getattr(info, name)
         if not 1 <= size <= _MAX_SIZE:
             raise TransferError(f"{name} is in [1, 2**31)", **{name: size})
-    if not placement.num_ranks == info.tp_size * info.pcp_size <= MAX_RANKS:
+
+
+def _check_names(info: EngineInfo) -> None:
+    names = [part.name for part in info.parts]
+    if not names:
+        raise TransferError("an engine has at least one cache part", engine_id=info.engine_id)
+    if len(set(names)) != len(names):
+        raise TransferError("the parts of a cache have distinct names", names=names)
+
+
+def _check_ranks(info: EngineInfo, part: PartInfo) -> None:
+    if not part.placement.num_ranks == info.num_ranks <= MAX_RANKS:
         raise TransferError(
             f"an engine has tp_size * pcp_size ranks, at most {MAX_RANKS}",
-            ranks=placement.num_ranks,
+            ranks=part.placement.num_ranks,
             tp_size=info.tp_size,
             pcp_size=info.pcp_size,
+            part=part.name,
         )
 
 
-def _check_shares(info: EngineInfo) -> None:
-    """The placement shards tokens as the sizes say."""
-    for rank, share in enumerate(info.placement.shares):
-        if share.ranks != info.dcp_size:
+def _check_shares(info: EngineInfo, part: PartInfo) -> None:
+    """A page id stands for the same tokens in every part, dealt as the sizes say."""
+    for rank, share in enumerate(part.placement.shares):
+        if share.ranks * part.placement.page_size != info.dcp_size * info.page_size:
             raise TransferError(
-                "the tokens of every rank are sharded over dcp_size ranks",
+                "a page of every part has the tokens of its ranks in dcp_size pages of the first",
                 rank=rank,
                 ranks=share.ranks,
+                page_size=part.placement.page_size,
                 dcp_size=info.dcp_size,
+                first_page_size=info.page_size,
+                part=part.name,
             )
         if share.ranks > 1 and share.interleave != info.interleave:
             raise TransferError(
@@ -179,32 +194,5 @@ def _check_shares(info: EngineInfo) -> None:
                 rank=rank,
                 share=share.interleave,
                 interleave=info.interleave,
+                part=part.name,
             )
-
-
-def _check_range(rank: int, region: RankMemory) -> None:
-    for name, value in asdict(region).items():
-        if not 0 <= value <= MAX_ADDRESS:
-            raise TransferError(
-                "addresses, counts and strides are in [0, 2**63)", rank=rank, **{name: value}
-            )
-    if region.num_pages > MAX_PAGES or region.address + region.num_bytes > MAX_ADDRESS:
-        raise TransferError(
-            "page ids fit into 31 bits and addresses into 63",
-            rank=rank,
-            address=region.address,
-            num_pages=region.num_pages,
-            page_stride=region.page_stride,
-        )
-
-
-def _check_region(rank: int, share: KVShare, region: RankMemory, info: EngineInfo) -> None:
-    """No value of a page lies inside another one, or outside its page."""
-    check_region("described", rank, share, info.page_size, region)
-    if region.token_bytes != info.token_bytes:
-        raise TransferError(
-            "a region has the engine's token_bytes",
-            rank=rank,
-            region=region.token_bytes,
-            token_bytes=info.token_bytes,
-        )

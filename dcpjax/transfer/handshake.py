@@ -3,11 +3,17 @@
 What must agree are the compatibility factors: a cache of one engine means the same bytes in the
 other. What may differ (parallel sizes, page size, interleave, number of pages) is in the
 :class:`EngineInfo`, from which the other side plans and binds.
+
+A producer may have cache parts that the consumer lacks: who does not speculate takes no draft
+layer. A consumer that has one takes none from a producer that has not: its drafts would go on from
+what the pages held before.
 """
 
 from dcpjax.errors import PeerError
 from dcpjax.transfer.engine_info import EngineInfo, decode_engine, encode_engine
 from dcpjax.transfer.messages import Hello, Welcome
+from dcpjax.transfer.part_info import PartInfo
+from dcpjax.transfer.parts import cuts_pages
 
 _IN_WORDS = {"compatibility": "compatibility (of all that one of them lists)"}
 
@@ -49,10 +55,9 @@ def meet(
     _check_factors(ours, greeting)
     theirs = decode_engine(greeting.metadata)
     check_compatible(ours, theirs, expected_engine_id=expected_engine_id)
-    if isinstance(greeting, Hello):
-        _check_leases(consumer=theirs, producer=ours)
-    else:
-        _check_leases(consumer=ours, producer=theirs)
+    consumer, producer = (theirs, ours) if isinstance(greeting, Hello) else (ours, theirs)
+    _check_leases(consumer=consumer, producer=producer)
+    _check_parts(consumer=consumer, producer=producer)
     return theirs
 
 
@@ -65,17 +70,10 @@ def check_compatible(
         PeerError: names the two values that do not go together.
     """
     _check_factors(ours, theirs)
-    for name in ("backend", "token_bytes"):
-        _check_same(name, getattr(ours, name), getattr(theirs, name))
-    for name in ("layers", "kv_heads"):
-        _check_same(name, getattr(ours.placement, name), getattr(theirs.placement, name))
-    small, large = sorted([ours.page_size, theirs.page_size])
-    if large % small:
-        raise PeerError(
-            "of the page sizes of two engines one divides the other",
-            ours=ours.page_size,
-            theirs=theirs.page_size,
-        )
+    _check_same("backend", ours.backend, theirs.backend)
+    common = {part.name for part in ours.parts} & {part.name for part in theirs.parts}
+    for name in sorted(common):
+        _check_same_part(ours.part(name), theirs.part(name))
     if expected_engine_id not in (None, theirs.engine_id):
         raise PeerError(
             "the engine at an address is the one that is expected there",
@@ -84,10 +82,53 @@ def check_compatible(
         )
 
 
-def _check_same(name: str, ours: object, theirs: object) -> None:
+def _check_same(name: str, ours: object, theirs: object, **of: object) -> None:
     if ours != theirs:
         named = _IN_WORDS.get(name, name)
-        raise PeerError(f"two engines must have the same {named}", ours=ours, theirs=theirs)
+        raise PeerError(f"two engines must have the same {named}", ours=ours, theirs=theirs, **of)
+
+
+def _check_same_part(ours: PartInfo, theirs: PartInfo) -> None:
+    for name in ("cache_format", "cache_dtype", "token_bytes", "has_whole_pages"):
+        _check_same(name, getattr(ours, name), getattr(theirs, name), part=ours.name)
+    for name in ("layers", "kv_heads"):
+        places = getattr(ours.placement, name), getattr(theirs.placement, name)
+        _check_same(name, *places, part=ours.name)
+    _check_same("layers", ours.layers, theirs.layers, part=ours.name)
+    small, large = sorted([ours.placement.page_size, theirs.placement.page_size])
+    if large % small:
+        raise PeerError(
+            "of the page sizes of two engines one divides the other",
+            ours=ours.placement.page_size,
+            theirs=theirs.placement.page_size,
+            part=ours.name,
+        )
+
+
+def _check_parts(*, consumer: EngineInfo, producer: EngineInfo) -> None:
+    """All that the consumer caches is there, and nothing of it would have to be cut."""
+    wanted, held = ({part.name for part in info.parts} for info in (consumer, producer))
+    if not wanted <= held:
+        raise PeerError(
+            "a producer caches all that its consumer does; with drafts of the model's own on the "
+            "consumer, both have speculative_config",
+            consumer=", ".join(sorted(wanted)),
+            producer=", ".join(sorted(held)),
+        )
+    for part in consumer.parts:
+        source = producer.part(part.name)
+        if part.has_whole_pages and cuts_pages(source.placement, part.placement):
+            raise PeerError(
+                "a cache part that moves as whole pages has the same tokens in the pages of both "
+                "engines",
+                part=part.name,
+                consumer_page_size=part.placement.page_size,
+                consumer_interleave=consumer.interleave,
+                consumer_dcp_size=consumer.dcp_size,
+                producer_page_size=source.placement.page_size,
+                producer_interleave=producer.interleave,
+                producer_dcp_size=producer.dcp_size,
+            )
 
 
 def _check_factors(ours: EngineInfo, theirs: EngineInfo | Hello | Welcome) -> None:

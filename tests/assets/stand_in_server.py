@@ -26,6 +26,7 @@ TRANSFER = {
     "seconds": 0.012,
     "bytes": [[2**20, 2 * 2**20], [0, 3 * 2**20]],
     "pieces": [[4, 5], [0, 6]],
+    "parts": {"latent": 5 * 2**20, "indexer": 2**20},
 }
 MODELS = {"data": [{"id": "model"}]}
 

@@ -107,7 +107,7 @@ def test_aborts_at_any_moment_change_nothing_for_the_others(seed, crowded, alone
 
 def test_the_pool_is_what_the_placement_says(engine):
     """Every rank's share of the array has the layers and heads of its share of the placement."""
-    placement, pool = engine.placement, engine.runner.pools[KV]
+    placement, pool = engine.placements[KV], engine.runner.pools[KV]
     shares = {shard.data.shape[1:4] for shard in pool.addressable_shards}
     assert len(pool.addressable_shards) == placement.num_ranks
     assert shares == {(s.num_layers, s.num_heads, placement.page_size) for s in placement.shares}

@@ -23,6 +23,7 @@ from dcpjax.transfer.frames import pack_page_ids
 from dcpjax.transfer.handshake import hello
 from dcpjax.transfer.memory import RankMemory
 from dcpjax.transfer.messages import Abort, Aborted, Claim, Heartbeat, Landed, Push
+from dcpjax.transfer.part_info import PartInfo
 
 PAGES, LAYERS, HEADS, PAGE, TOKEN = 8, 2, 2, 4, 16
 PATIENCE = 20.0
@@ -66,29 +67,53 @@ class Backend(InProcessBackend):
             handle.state = TransferState.FAILED
 
 
-class Side:
-    """The memory of one engine."""
+def cache_part(name: str, memory: np.ndarray, layers: tuple[int, ...]) -> PartInfo:
+    """Of one rank, whose pages are ``memory``."""
+    _, num_layers, num_heads, page_size, token_bytes = memory.shape
+    region = RankMemory.dense(
+        memory.ctypes.data,
+        num_pages=PAGES,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        page_size=page_size,
+        token_bytes=token_bytes,
+    )
+    shape = {"layers": num_layers, "kv_heads": num_heads, "page_size": page_size}
+    return PartInfo(
+        name=name,
+        layers=layers,
+        cache_format="bytes",
+        cache_dtype="uint8",
+        placement=KVPlacement.tensor_parallel(1, **shape),
+        regions=(region,),
+        token_bytes=token_bytes,
+    )
 
-    def __init__(self, fabric: InProcessFabric, name: str, *, pulls: bool, timeout=0.2) -> None:
+
+class Side:
+    """The memory of one engine: of its model's layers, and perhaps of a draft layer."""
+
+    def __init__(
+        self,
+        fabric: InProcessFabric,
+        name: str,
+        *,
+        pulls: bool,
+        timeout: float = 0.2,
+        has_drafts: bool = False,
+    ) -> None:
         self.memory = np.zeros((PAGES, LAYERS, HEADS, PAGE, TOKEN), np.uint8)
-        regions = (
-            RankMemory.dense(
-                self.memory.ctypes.data,
-                num_pages=PAGES,
-                num_layers=LAYERS,
-                num_heads=HEADS,
-                page_size=PAGE,
-                token_bytes=TOKEN,
-            ),
-        )
+        self.drafts = np.zeros((PAGES, 1, 1, PAGE, TOKEN), np.uint8)
+        parts = (
+            cache_part("kv", self.memory, tuple(range(LAYERS))),
+            cache_part("draft_kv", self.drafts, (LAYERS,)),
+        )[: 1 + has_drafts]
         self.backend = Backend(fabric, name, pulls=pulls)
-        self.backend.register(regions)
+        self.backend.register([region for part in parts for region in part.regions])
         info = EngineInfo(
             engine_id=name,
             factors={},
-            placement=KVPlacement.tensor_parallel(1, layers=LAYERS, kv_heads=HEADS, page_size=PAGE),
-            regions=regions,
-            token_bytes=TOKEN,
+            parts=parts,
             tp_size=1,
             dcp_size=1,
             interleave=PAGE,
@@ -187,6 +212,49 @@ def test_a_source_that_hangs_costs_its_own_loads_only():
             loads.start(load(offer(slow, "later"), "later"))
             until(lambda: ends[-1].load.request_id == "later")
             assert ends[-1].reason is None
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+@pytest.mark.parametrize("has_drafts", [True, False])
+def test_a_load_brings_every_part_that_the_target_has(pulls, has_drafts):
+    fabric = InProcessFabric()
+    sides = [
+        Side(fabric, "source", pulls=pulls, has_drafts=True),
+        Side(fabric, "target", pulls=pulls, has_drafts=has_drafts),
+    ]
+    sides[0].memory[:], sides[0].drafts[:] = 7, 9
+    with source(sides[0]) as (exports, _), target(sides[1]) as (loads, ends):
+        loads.start(load(offer(exports, "a"), "a"))
+        until(lambda: ends)
+        assert ends[0].reason is None
+        mover = sides[1 if pulls else 0].local
+        assert mover.stats.num_transfers == 1, "the parts are moved as one"
+        num_bytes = (2 * PAGE - 1) * TOKEN
+        parts = {"kv": LAYERS * HEADS * num_bytes, "draft_kv": num_bytes}
+        assert mover.last_transfer is not None
+        assert mover.last_transfer["parts"] == dict(list(parts.items())[: 1 + has_drafts])
+    for memory, value, is_there in ((sides[1].memory, 7, True), (sides[1].drafts, 9, has_drafts)):
+        expected = np.zeros_like(memory)
+        if is_there:
+            expected[[0, 2]] = value
+            expected[2, :, :, -1] = 0  # the last token is computed
+        np.testing.assert_array_equal(memory, expected)
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+def test_a_target_with_drafts_takes_nothing_from_a_source_without(pulls):
+    fabric = InProcessFabric()
+    sides = [
+        Side(fabric, name, pulls=pulls, has_drafts=name == "target")
+        for name in ("source", "target")
+    ]
+    sides[0].memory[:] = 7
+    with source(sides[0]) as (exports, _), target(sides[1]) as (loads, ends):
+        loads.start(load(offer(exports, "a"), "a"))
+        until(lambda: ends)
+        assert ends[0].is_settled and ends[0].reason is not None
+        assert "consumer='draft_kv, kv', producer='kv'" in ends[0].reason
+    assert not sides[1].memory.any()
 
 
 def test_a_target_closes_while_a_transfer_hangs():

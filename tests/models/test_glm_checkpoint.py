@@ -145,11 +145,13 @@ def test_the_fingerprint_sees_config_norm_and_last_keys(tmp_path, values):
     tensors = write_model(tmp_path, values)
     first = fingerprint(open_checkpoint(str(tmp_path)))
     assert fingerprint(open_checkpoint(str(tmp_path))) == first
-    found = {first, fingerprint(open_checkpoint(str(tmp_path), draft_layers=False))}
+    without_drafts = fingerprint(open_checkpoint(str(tmp_path), draft_layers=False))
+    assert without_drafts == first, "an engine without drafts reads the same KV"
+    found = {first}
     sample = ("model.norm.weight", "model.layers.3.self_attn.kv_a_proj_with_mqa.weight")
     for name in sample:
         found.add(fingerprint(open_checkpoint(rewrite(tmp_path, tensors | {name: -tensors[name]}))))
-    assert len(found) == 4
+    assert len(found) == 3
 
 
 def test_random_weights_are_sensible_ones(tmp_path):

@@ -10,7 +10,6 @@ from dcpjax.errors import PeerError, TransferError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.engine_info import (
     CONNECTOR_VERSION,
-    MAX_ADDRESS,
     EngineInfo,
     compatibility_factors,
     decode_engine,
@@ -20,6 +19,7 @@ from dcpjax.transfer.frames import decode_call, decode_reply, encode
 from dcpjax.transfer.handshake import check_compatible, hello, meet, welcome
 from dcpjax.transfer.memory import RankMemory
 from dcpjax.transfer.messages import MAX_PAGES
+from dcpjax.transfer.part_info import MAX_ADDRESS, PartInfo
 
 FACTORS = {
     "model": "LlamaForCausalLM",
@@ -50,14 +50,27 @@ def regions(placement: KVPlacement, token_bytes: int = TOKEN_BYTES) -> tuple[Ran
     )
 
 
+def part(placement: KVPlacement | None = None, **changes: Any) -> PartInfo:
+    placement = placement or KVPlacement.tensor_parallel(3, **SHAPE)
+    fields: dict[str, Any] = {
+        "name": "kv",
+        "layers": tuple(range(placement.layers)),
+        "cache_format": FACTORS["cache_format"],
+        "cache_dtype": FACTORS["cache_dtype"],
+        "placement": placement,
+        "regions": regions(placement, changes.get("token_bytes", TOKEN_BYTES)),
+        "token_bytes": TOKEN_BYTES,
+    }
+    return PartInfo(**{**fields, **changes})
+
+
 def engine(placement: KVPlacement | None = None, **changes: Any) -> EngineInfo:
+    """With one cache part, if ``changes`` do not say otherwise."""
     placement = placement or KVPlacement.tensor_parallel(3, **SHAPE)
     fields: dict[str, Any] = {
         "engine_id": "one",
         "factors": compatibility_factors(**FACTORS),
-        "placement": placement,
-        "regions": regions(placement),
-        "token_bytes": TOKEN_BYTES,
+        "parts": (part(placement),),
         "tp_size": placement.num_ranks,
         "dcp_size": placement.shares[0].ranks,
         "interleave": placement.shares[0].interleave,
@@ -86,8 +99,8 @@ ENGINES = [
 def test_an_engine_comes_back_as_it_was(info: EngineInfo) -> None:
     decoded = decode_engine(encode_engine(info))
     assert decoded == info
-    assert isinstance(decoded.placement, KVPlacement)
-    assert isinstance(decoded.regions[-1], RankMemory)
+    assert isinstance(decoded.parts[0].placement, KVPlacement)
+    assert isinstance(decoded.parts[-1].regions[-1], RankMemory)
 
 
 def test_an_engine_of_many_ranks_fits_into_a_frame() -> None:
@@ -107,17 +120,34 @@ def with_region(**changes: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"regions": regions(SHARDED)[1:]}, "one memory region per rank .regions=5, ranks=6"),
-        ({"regions": ()}, "regions=0, ranks=6"),
         ({"tp_size": 3}, "tp_size . pcp_size ranks.*ranks=6, tp_size=3, pcp_size=1"),
         ({"pcp_size": 2}, "ranks=6, tp_size=6, pcp_size=2"),
-        ({"placement": dataclasses.replace(SHARDED, page_size=2**40)}, "page_size=1099511627776"),
         ({"tp_size": 0}, "tp_size is in .*tp_size=0"),
         ({"tp_size": -6, "pcp_size": -1}, "tp_size=-6"),
-        ({"dcp_size": 3}, "dcp_size ranks .rank=0, ranks=2, dcp_size=3"),
+        ({"dcp_size": 3}, "the tokens of.*rank=0, ranks=2, page_size=16, dcp_size=3"),
         ({"interleave": 1}, "rank=0, share=4, interleave=1"),
         ({"heartbeat_interval": 0.0}, "heartbeat_interval=0.0"),
         ({"kv_lease_duration": float("inf")}, "kv_lease_duration=inf"),
+        ({"parts": ()}, "one cache part"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, Any], rule: str) -> None:
+    fields = msgspec.msgpack.decode(encode_engine(engine(SHARDED)))
+    with pytest.raises(TransferError, match=rule):
+        engine(SHARDED, **changes)
+    fields |= msgspec.to_builtins(changes)
+    with pytest.raises(TransferError, match=rule):
+        decode_engine(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"regions": regions(SHARDED)[1:]}, "one memory region per rank .regions=5, ranks=6"),
+        ({"regions": ()}, "regions=0, ranks=6"),
+        ({"placement": dataclasses.replace(SHARDED, page_size=2**40)}, "page_size=1099511627776"),
+        ({"layers": tuple(range(29))}, "layers=29, placement=30, part='kv'"),
+        ({"layers": (*range(29), 28)}, "the layers of a cache part ascend"),
         ({"token_bytes": 256}, "rank=0, region=512, token_bytes=256"),
         ({"token_bytes": 2**31}, "token_bytes=2147483648"),
         (with_region(token_bytes=511), "region=511, token_bytes=512"),
@@ -133,11 +163,11 @@ def with_region(**changes: int) -> dict[str, Any]:
         (with_region(device_id=-1), "device_id=-1"),
     ],
 )
-def test_contradictions_are_refused(changes: dict[str, Any], rule: str) -> None:
+def test_contradictions_of_a_part_are_refused(changes: dict[str, Any], rule: str) -> None:
     fields = msgspec.msgpack.decode(encode_engine(engine(SHARDED)))
     with pytest.raises(TransferError, match=rule):
-        engine(**{"placement": SHARDED, **changes})
-    fields |= msgspec.to_builtins(changes)
+        part(**{"placement": SHARDED, "regions": regions(SHARDED), **changes})
+    fields["parts"][0] |= msgspec.to_builtins(changes)
     with pytest.raises(TransferError, match=rule):
         decode_engine(msgspec.msgpack.encode(fields))
 
@@ -145,14 +175,14 @@ def test_contradictions_are_refused(changes: dict[str, Any], rule: str) -> None:
 def test_a_rank_that_holds_nothing_needs_no_memory() -> None:
     placement = KVPlacement.layer_split(2, layers=1, kv_heads=3, page_size=16)
     nothing = RankMemory(0, 0, 0, 0, 0, 0)
-    engine(placement, regions=(regions(placement)[0], nothing))
+    part(placement, regions=(regions(placement)[0], nothing))
     with pytest.raises(TransferError, match="holds something has memory"):
-        engine(placement, regions=(nothing, regions(placement)[1]))
+        part(placement, regions=(nothing, regions(placement)[1]))
 
 
 def test_pages_may_have_gaps() -> None:
     """A pool whose ranks are padded to the longest layer range."""
-    engine(SHARDED, **with_region(page_stride=31 * 8192))
+    part(SHARDED, **with_region(page_stride=31 * 8192))
 
 
 @pytest.mark.parametrize(
@@ -162,21 +192,46 @@ def test_pages_may_have_gaps() -> None:
         (("engine_id",), None),
         (("compatibility",), "0"),
         (("surprise",), 1),
-        (("token_bytes",), "512"),
-        (("token_bytes",), True),
+        (
+            (
+                "parts",
+                0,
+                "token_bytes",
+            ),
+            "512",
+        ),
+        (
+            (
+                "parts",
+                0,
+                "token_bytes",
+            ),
+            True,
+        ),
         (("agent_metadata",), 5),
-        (("placement",), {}),
-        (("placement", "layers"), 0),
-        (("placement", "layers"), 29),
-        (("placement", "page_size"), 3),
-        (("placement", "shares"), []),
-        (("placement", "shares", 0, "residue"), 2),
-        (("placement", "shares", 0, "residue"), -1),
-        (("placement", "shares", 0, "head_stop"), 4),
-        (("placement", "shares", 0, "layer_start"), 31),
-        (("placement", "shares", 0, "ranks"), 1.0),
-        (("regions", 0, "address"), None),
-        (("regions", 0), {}),
+        (("parts", 0, "name"), ""),
+        (("parts", 0, "layers", 0), -1),
+        (("parts", 0, "cache_format"), 1),
+        (("parts", 0, "has_whole_pages"), 1),
+        (
+            (
+                "parts",
+                0,
+                "placement",
+            ),
+            {},
+        ),
+        (("parts", 0, "placement", "layers"), 0),
+        (("parts", 0, "placement", "layers"), 29),
+        (("parts", 0, "placement", "page_size"), 3),
+        (("parts", 0, "placement", "shares"), []),
+        (("parts", 0, "placement", "shares", 0, "residue"), 2),
+        (("parts", 0, "placement", "shares", 0, "residue"), -1),
+        (("parts", 0, "placement", "shares", 0, "head_stop"), 4),
+        (("parts", 0, "placement", "shares", 0, "layer_start"), 31),
+        (("parts", 0, "placement", "shares", 0, "ranks"), 1.0),
+        (("parts", 0, "regions", 0, "address"), None),
+        (("parts", 0, "regions", 0), {}),
     ],
 )
 def test_what_describes_no_engine_is_not_understood(place: tuple[Any, ...], value: Any) -> None:
@@ -199,8 +254,8 @@ def test_each_factor_is_in_the_hash(name: str) -> None:
 
 def test_the_hash_is_the_same_in_every_process() -> None:
     """A change of it makes engines of two releases refuse each other: raise the version too."""
-    assert CONNECTOR_VERSION == 2
-    expected = "80a547599fd6714e66d4e3c60b06aa1f0204a075ea880d7226886b318cc75989"
+    assert CONNECTOR_VERSION == 3
+    expected = "dd182a529ed700acd8ce4f1212c0fc3e9516447bcd65cb9367d2b1b0ce67eb4e"
     assert engine().compatibility == expected
     assert engine(factors=dict(reversed(FACTORS.items()))).compatibility == expected
 
@@ -229,11 +284,18 @@ UNEVEN = {**SHAPE, "page_size": 24}
             engine(factors=MORE_FACTORS),
             f"same compatibility.*{engine(factors=MORE_FACTORS).compatibility}",
         ),
-        (engine(connector_version=3), "same connector_version .ours=2, theirs=3"),
+        (engine(connector_version=4), "same connector_version .ours=3, theirs=4"),
         (engine(backend="mooncake"), "same backend .ours='nixl', theirs='mooncake'"),
+        (engine(parts=(part(token_bytes=256),)), "same token_bytes .ours=512, theirs=256"),
         (
-            engine(token_bytes=256, regions=regions(KVPlacement.tensor_parallel(3, **SHAPE), 256)),
-            "same token_bytes .ours=512, theirs=256",
+            engine(parts=(part(cache_format="pages,layers,tokens"),)),
+            "same cache_format .*theirs='pages,layers,tokens', part='kv'",
+        ),
+        (engine(parts=(part(cache_dtype="int8"),)), "same cache_dtype .ours='float32'"),
+        (engine(parts=(part(has_whole_pages=True),)), "same has_whole_pages .ours=False"),
+        (
+            engine(parts=(part(layers=tuple(range(1, 31))),)),
+            "same layers .ours=.0, 1, .*theirs=.1, 2, ",
         ),
         (engine(KVPlacement.tensor_parallel(3, **SMALLER)), "same layers .ours=30, theirs=29"),
         (engine(KVPlacement.tensor_parallel(3, **FEWER)), "same kv_heads .ours=3, theirs=1"),
@@ -248,6 +310,92 @@ def test_incompatible_engines_are_told_the_two_values(theirs: EngineInfo, rule: 
         check_compatible(ours, theirs, expected_engine_id="one")
     with pytest.raises(PeerError, match=rule):
         meet(ours, welcome(theirs), expected_engine_id="one")
+
+
+SINGLE: dict[str, int] = {"layers": 30, "kv_heads": 1, "page_size": 16}
+
+
+def latent_engine(
+    dcp: int = 1, *, has_whole_index: bool = False, drafts: bool = True, **pages: Any
+) -> EngineInfo:
+    """Latents, keys of two layers and perhaps a draft layer, on ``dcp`` ranks."""
+    sharded = KVPlacement.decode(dcp, dcp, interleave=pages.pop("interleave", 16), **SINGLE)
+    whole = KVPlacement.tensor_parallel(dcp, **{**SINGLE, "page_size": 16 * dcp, "layers": 2})
+    index = whole if has_whole_index else sharded.select_layers((0, 29))
+    parts = [
+        part(sharded, name="latent"),
+        part(index, name="indexer", layers=(0, 29), **pages),
+    ]
+    if drafts:
+        parts.append(part(whole.select_layers((0,)), name="draft_latent", layers=(30,)))
+    return engine(sharded, parts=tuple(parts), engine_id=f"{drafts}")
+
+
+def test_parts_come_back_as_they_were() -> None:
+    info = latent_engine(4, has_whole_index=True)
+    assert decode_engine(encode_engine(info)) == info
+    assert [part.placed.layers for part in info.parts] == [tuple(range(30)), (0, 29), (30,)]
+    assert info.num_ranks == 4 and info.page_size == 16 and info.num_pages == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"name": "latent"}, "distinct names .names=.'latent', 'latent'"),
+        ({"placement": KVPlacement.tensor_parallel(2, **SINGLE)}, "ranks=2, tp_size=4.*'indexer'"),
+        (
+            {"placement": KVPlacement.tensor_parallel(4, **SINGLE)},
+            "ranks=1, page_size=16, dcp_size=4, first_page_size=16, part='indexer'",
+        ),
+        (
+            {"placement": KVPlacement.decode(4, 4, interleave=4, **SINGLE)},
+            "share=4, interleave=16, part='indexer'",
+        ),
+    ],
+)
+def test_parts_that_contradict_each_other_are_refused(changes: dict[str, Any], rule: str) -> None:
+    """A page id has one meaning in all of them."""
+    first = latent_engine(4).parts[0]
+    placement = changes.pop("placement", first.placement)
+    other = part(placement, **{"name": "indexer", **changes})
+    with pytest.raises(TransferError, match=rule):
+        engine(first.placement, parts=(first, other))
+
+
+def test_a_producer_may_have_drafts_that_its_consumer_lacks() -> None:
+    drafting, plain = latent_engine(4), latent_engine(2, drafts=False)
+    meet(plain, welcome(drafting))
+    meet(drafting, hello(plain, engine_id="True"))
+    rule = "both have speculative_config.*consumer='draft_latent, indexer, latent', producer="
+    with pytest.raises(PeerError, match=rule):
+        meet(drafting, welcome(plain))
+    with pytest.raises(PeerError, match=rule):
+        meet(plain, hello(drafting, engine_id="False"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "rule"),
+    [
+        (
+            {"dcp": 4, "has_whole_index": True},
+            {"dcp": 4},
+            "whole pages.*part='indexer', consumer_page_size=16, consumer_interleave=16, "
+            "consumer_dcp_size=4, producer_page_size=64",
+        ),
+        ({"dcp": 4, "interleave": 4}, {"dcp": 1}, "producer_interleave=4"),
+    ],
+)
+def test_pages_that_move_whole_are_not_cut(
+    one: dict[str, Any], other: dict[str, Any], rule: str
+) -> None:
+    meet(latent_engine(**other), welcome(latent_engine(**one)))
+    pages = {"has_whole_pages": True, "cache_format": "scaled"}
+    producer, consumer = latent_engine(**one, **pages), latent_engine(**other, **pages)
+    meet(consumer, welcome(consumer))
+    with pytest.raises(PeerError, match=rule):
+        meet(consumer, welcome(producer))
+    with pytest.raises(PeerError, match="whole pages"):
+        meet(producer, welcome(consumer))
 
 
 def test_two_engines_meet_through_frames() -> None:

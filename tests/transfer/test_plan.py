@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dcpjax.errors import LayoutError, PlanError
 from dcpjax.layout import KVPlacement, KVShare
-from dcpjax.transfer.parts import CachePart, plan_parts
+from dcpjax.transfer.parts import PlacedPart, plan_parts
 from dcpjax.transfer.plan import plan_transfer
 from tests.transfer.simulated import placement_pairs, token_ranges
 
@@ -245,9 +245,9 @@ DECODE = KVPlacement.decode(2, 2, layers=8, kv_heads=1, page_size=4, interleave=
 
 def parts_of(placement, draft):
     return [
-        CachePart("latent", tuple(range(8)), placement),
-        CachePart.of_layers("index", (0, 2, 7), placement),
-        CachePart("draft", (8,), draft),
+        PlacedPart("latent", tuple(range(8)), placement),
+        PlacedPart.of_layers("index", (0, 2, 7), placement),
+        PlacedPart("draft", (8,), draft),
     ]
 
 
@@ -266,38 +266,45 @@ def test_each_part_moves_the_layers_that_have_it():
     assert list(plans) == ["latent", "index", "draft"]
 
 
+def test_parts_that_the_target_lacks_stay():
+    plans = plan_parts(
+        parts_of(LAYERS, DRAFTS[0]), parts_of(DECODE, DRAFTS[1])[1::-1], num_tokens=8
+    )
+    assert list(plans) == ["index", "latent"]
+
+
 @pytest.mark.parametrize(
     "source, target, match",
     [
         (
-            slice(3),
             slice(2),
-            r"source=\['draft', 'index', 'latent'\], target=\['index', 'latent'\]",
+            slice(3),
+            r"source=\['index', 'latent'\], target=\['draft', 'index', 'latent'\]",
         ),
         (slice(0), slice(1), r"source=\[\], target=\['latent'\]"),
     ],
 )
-def test_different_parts_are_refused(source, target, match):
+def test_parts_that_the_source_lacks_are_refused(source, target, match):
     sides = parts_of(LAYERS, DRAFTS[0])[source], parts_of(DECODE, DRAFTS[1])[target]
     with pytest.raises(PlanError, match=match):
         plan_parts(*sides, num_tokens=8)
 
 
 def test_parts_of_different_layers_are_refused():
-    source = [CachePart.of_layers("index", (0, 2, 7), LAYERS)]
-    target = [CachePart.of_layers("index", (0, 3, 7), DECODE)]
+    source = [PlacedPart.of_layers("index", (0, 2, 7), LAYERS)]
+    target = [PlacedPart.of_layers("index", (0, 3, 7), DECODE)]
     with pytest.raises(PlanError, match=r"source=\(0, 2, 7\), target=\(0, 3, 7\)"):
         plan_parts(source, target, num_tokens=8)
 
 
 def test_a_part_has_one_name_and_a_layer_for_each_of_its_placement():
-    part = CachePart("latent", tuple(range(8)), LAYERS)
+    part = PlacedPart("latent", tuple(range(8)), LAYERS)
     with pytest.raises(PlanError, match="distinct names"):
         plan_parts([part, part], [part], num_tokens=8)
     with pytest.raises(PlanError, match="layers=3, placement=8"):
-        CachePart("latent", (0, 1, 2), LAYERS)
+        PlacedPart("latent", (0, 1, 2), LAYERS)
     with pytest.raises(LayoutError, match="layer=8"):
-        CachePart.of_layers("index", (0, 8), LAYERS)
+        PlacedPart.of_layers("index", (0, 8), LAYERS)
 
 
 @pytest.mark.parametrize("wrong", [{"num_tokens": 1.5}, {"num_tokens": 9, "first_token": "1"}])
