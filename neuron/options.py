@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from dcpjax.cli.options import option
+from dcpjax.cli.options import JsonObject, option
 from dcpjax.config import EngineConfig, KVTransferConfig
 from neuron.targets import TARGETS
 
@@ -30,7 +30,9 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "dtype": (),
     "kv_cache_dtype": (),
     "prefill_gather": (),
+    "index_kv": (),
     "step_form": (),
+    "speculative_config": (),
 }
 ENGINE_FIELDS = tuple(_SPELLINGS)
 """The fields of EngineConfig that decide about its programs."""
@@ -103,18 +105,24 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     if options["apply_prefill_dcp"]:
         settings["apply_prefill_dcp"] = True
         settings["kv_transfer_config"] = KVTransferConfig("kv_producer", "NeuronNixlConnector")
-    return EngineConfig(model=options["model"], **settings)
+    return EngineConfig.from_settings(options["model"], settings)
 
 
 def _engine_option(name: str) -> Callable[[Function], Function]:
     item = _FIELDS[name]
-    choices = [choice for choice in get_args(item.type) if isinstance(choice, str)]
     return option(
         "Engine",
         "--" + name.replace("_", "-"),
         *_SPELLINGS[name],
         name,
-        type=click.Choice(choices) if choices else int,
+        type=_option_type(get_args(item.type)),
         default=item.default,
         help=item.metadata["help"],
     )
+
+
+def _option_type(kinds: tuple[Any, ...]) -> Any:
+    """Of a field that has one of these: words, integers alone, or an object."""
+    if words := [kind for kind in kinds if isinstance(kind, str)]:
+        return click.Choice(words)
+    return JsonObject() if any(map(dataclasses.is_dataclass, kinds)) else int

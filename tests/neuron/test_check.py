@@ -7,8 +7,10 @@ import pytest
 from click.testing import CliRunner
 from jax import lax
 
+from dcpjax.config import EngineConfig
 from neuron.check import check, main
 from neuron.compile import main as compile_main
+from neuron.options import engine_config
 from neuron.report import report
 from neuron.targets import find_target
 from tests.neuron.lint.programs import program, spec
@@ -95,6 +97,8 @@ def test_a_list_that_is_none_is_refused(command, content, tmp_path):
         (["--lnc", "3"], "the logical core size of trn2 is one of"),
         (["--operators", "missing.txt"], "missing.txt"),
         (["--tp", "three"], "three"),
+        (["--speculative-config", "mtp"], "is not valid JSON"),
+        (["--speculative-config", "{}"], "needs a method"),
         (["--no-such-option"], "no-such-option"),
     ],
 )
@@ -110,3 +114,18 @@ def test_the_help_says_what_is_asked_for():
     assert result.exit_code == 0
     for option in ("--target", "--lnc", "--tp", "--dcp", "--json", "--operators", "--draft-tokens"):
         assert option in result.output
+
+
+@pytest.mark.parametrize("command", [(main, ()), (compile_main, ("--output", "x"))])
+def test_options_are_the_settings_of_an_engine(command):
+    command, needed = command
+    speculation = '{"method": "mtp", "num_speculative_tokens": 2}'
+    arguments = ["model", *needed, "--index-kv", "replicated", "--speculative-config", speculation]
+    config = engine_config(command.make_context("command", arguments).params)
+    assert (config.model, config.index_kv, config.drafts_with_model) == (
+        "model",
+        "replicated",
+        True,
+    )
+    plain = engine_config(command.make_context("command", ["model", *needed]).params)
+    assert plain == EngineConfig("model")

@@ -47,7 +47,8 @@ def errors(program: Program) -> list[str]:
 
 @pytest.fixture
 def tiny(tmp_path) -> Path:
-    return write_config(tmp_path, GLM | {"num_hidden_layers": 2})
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return write_config(tmp_path, GLM | {"num_hidden_layers": 2} | heads)
 
 
 def test_the_short_config_has_layers_of_every_kind_of_the_published_one():
