@@ -32,7 +32,7 @@ def drafting_glm(folder: Path) -> Checkpoint:
 
 def _changed(name: str, values: np.ndarray) -> np.ndarray:
     if name == f"{DRAFT}eh_proj.weight":  # the next token's embedding, and something of the state
-        return np.hstack([np.eye(len(values), dtype=np.float32), 0.6 * values[:, len(values) :]])
+        return np.hstack([np.eye(len(values), dtype=np.float32), 0.45 * values[:, len(values) :]])
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return DAMPING * values
     return np.ones_like(values) if name.endswith(("norm.weight", "layernorm.weight")) else values

@@ -5,6 +5,7 @@ A sparse model with a latent cache; prompts in chunks, few pages, cached prefixe
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -193,17 +194,13 @@ def drafted(engine: Engine, prompt: list[int], monkeypatch) -> list[tuple[list[i
         return previous, pools
 
     monkeypatch.setattr(MtpDrafter, "follow", follow_and_keep)
-    served = serve(engine, [request_of("a", prompt, max_tokens=30)])["a"]
+    served = serve(engine, [request_of("a", prompt, max_tokens=40)])["a"]
     tokens, known, found = prompt + served.tokens, len(prompt) + 1, []
     for last, *drafts in rows[:-1]:
         assert tokens[known - 1] == last
         found.append((tokens[:known], drafts))
-        behind = tokens[known : known + NUM_DRAFTS]
-        num_right = next(
-            (i for i, two in enumerate(zip(drafts, behind, strict=False)) if two[0] != two[1]),
-            len(behind),
-        )
-        known += num_right + 1
+        pairs = zip(drafts, tokens[known:], strict=False)
+        known += 1 + len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     return found
 
 

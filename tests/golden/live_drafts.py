@@ -61,14 +61,10 @@ def draft_oracle(checkpoint: Checkpoint, folder: Path) -> DraftOracle:
     """The oracle for a checkpoint with a draft layer."""
     config = json.loads((Path(checkpoint.path) / "config.json").read_text())
     config |= {"num_nextn_predict_layers": 0}
-    count = config["num_hidden_layers"]
-    prefix, tensors = (
-        f"model.layers.{count}.",
-        {name: checkpoint.read(name) for name in checkpoint.shapes},
-    )
-    of_draft = {
-        name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if prefix in name
-    }
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    tensors = {name: checkpoint.read(name) for name in checkpoint.shapes}
+    drafting = [name for name in tensors if name.startswith(prefix)]
+    of_draft = {name.removeprefix(prefix): tensors.pop(name) for name in drafting}
     joins = {
         name: torch.tensor(of_draft.pop(f"{name}.weight")) for name in ("enorm", "hnorm", "eh_proj")
     }

@@ -128,7 +128,9 @@ def cached_rows(
     pool: np.ndarray, pages: list[int], count: int, layout: Layout, *, is_whole: bool
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Per rank: its number, the positions that it holds, and their rows [layers, heads, n, W]."""
-    ranks, page_size = (1, layout.page_size * layout.dcp) if is_whole else (layout.dcp, 8)
+    ranks, page_size = (
+        (1, layout.page_size * layout.dcp) if is_whole else (layout.dcp, layout.page_size)
+    )
     by_rank = pool.reshape(layout.dcp, -1, *pool.shape[1:])
     for rank in range(layout.dcp):
         slots = slot_mapping(
