@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from dcpjax.cache import widths
+from dcpjax.cache.parts import KV
 from dcpjax.cache.pool import allocate_pool
 from dcpjax.config import EngineConfig
 from dcpjax.engine import capacity as engine_capacity
@@ -109,7 +110,8 @@ def test_the_engine_s_arrays_are_as_large(name, tp, dcp, page_size, dtype, tmp_p
     free = 300_000
     monkeypatch.setattr(engine_capacity, "_free_bytes_per_rank", lambda mesh: free)
     monkeypatch.setattr(engine_capacity, "CPU_SHARE", 1)
-    shape = choose_num_pages(blueprint.pool_shape(1), blueprint.config, 10**6, mesh)
+    shapes = choose_num_pages(blueprint.pool_shapes(1), blueprint.config, 10**6, mesh)
+    shape = shapes.by_part[KV]
     pool = allocate_pool(shape, mesh)
 
     model = find_model(str(folder))
