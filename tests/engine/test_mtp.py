@@ -62,7 +62,9 @@ def requests() -> list[Request]:
         for number, length in enumerate((1, 2, 15, 16, 17, 3, 33, 47, 8, 40, 4, 31))
     }
     return [
-        request_of(name, prompt, max_tokens=(1, 44, 40, 43, 44)[index % 5], **PARAMS[index % len(PARAMS)])
+        request_of(
+            name, prompt, max_tokens=(1, 44, 40, 43, 44)[index % 5], **PARAMS[index % len(PARAMS)]
+        )
         for index, (name, prompt) in enumerate(prompts.items())
     ]
 
