@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from scripts.tiny_glm.config import A_NORM_EPS, GlmConfig
-from scripts.tiny_glm.layers import Params, broadcast_last, layer_norm, linear, rms_norm, rotate
+from scripts.tiny_glm.layers import Params, layer_norm, linear, rms_norm, rotate
+
+_CHUNK = 128
+"""Queries that are computed together."""
 
 
 class Keys(NamedTuple):
@@ -27,7 +30,9 @@ def causal(length: int) -> jax.Array:
 
 def query_residual(params: Params, name: str, x: jax.Array) -> jax.Array:
     """[B, T, q_lora_rank]: what the queries of attention and of the indexer are made of."""
-    return rms_norm(params, f"{name}.q_a_layernorm", linear(params, f"{name}.q_a_proj", x), A_NORM_EPS)
+    return rms_norm(
+        params, f"{name}.q_a_layernorm", linear(params, f"{name}.q_a_proj", x), A_NORM_EPS
+    )
 
 
 def project_queries(
@@ -58,21 +63,45 @@ def project_keys(
 def attend(
     params: Params,
     name: str,
-    config: GlmConfig,
     queries: jax.Array,
     keys: Keys,
     selection: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The layer's output [B, T, hidden] and the probabilities [B, heads, T, S].
+    """The layer's output [B, T, hidden] and its probabilities [B, T, S], averaged over heads.
 
     Args:
-        selection: [B, 1, T, S] or [1, 1, T, S], True at the keys that a query sees.
+        selection: [B, 1, T, T] or [1, 1, T, T], True at the keys that a query sees, none later
+            than its row.
     """
-    scores = jnp.einsum("bthd,bshd->bhts", queries, keys.keys) * config.qk_head_dim**-0.5
+    parts = [
+        _attend(queries[:, start:stop], _first(keys, stop), selection[:, :, start:stop, :stop])
+        for start, stop in query_chunks(queries.shape[1])
+    ]
+    merged = jnp.concatenate([part for part, _ in parts], axis=1)
+    attended = jnp.concatenate([_padded(part, merged.shape[1]) for _, part in parts], axis=1)
+    return linear(params, f"{name}.o_proj", merged), attended
+
+
+def query_chunks(length: int) -> list[tuple[int, int]]:
+    """Ranges of queries that are computed together, with the keys up to their last one only."""
+    starts = range(0, length, _CHUNK)
+    return [(start, min(start + _CHUNK, length)) for start in starts]
+
+
+def _attend(queries: jax.Array, keys: Keys, selection: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scores = jnp.einsum("bthd,bshd->bhts", queries, keys.keys) * queries.shape[-1] ** -0.5
     probabilities = jax.nn.softmax(jnp.where(selection, scores, -1e30), axis=-1)
     merged = jnp.einsum("bhts,bshd->bthd", probabilities, keys.values)
-    merged = merged.reshape(*merged.shape[:2], -1)
-    return linear(params, f"{name}.o_proj", merged), probabilities
+    return merged.reshape(*merged.shape[:2], -1), probabilities.mean(axis=1)
+
+
+def _first(keys: Keys, stop: int) -> Keys:
+    return Keys(keys.keys[:, :stop], keys.values[:, :stop])
+
+
+def _padded(part: jax.Array, length: int) -> jax.Array:
+    """The last axis with zeros up to ``length``."""
+    return jnp.pad(part, ((0, 0), (0, 0), (0, length - part.shape[-1])))
 
 
 def index_scores(
@@ -83,15 +112,28 @@ def index_scores(
     residual: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """The indexer's scores [B, T, T]; nothing is masked yet."""
+    """The indexer's scores [B, T, T]; what stands for later keys means nothing."""
     shape = (*x.shape[:2], config.index_n_heads, config.index_head_dim)
     queries = linear(params, f"{name}.wq_b", residual).reshape(shape)
     keys = layer_norm(params, f"{name}.k_norm", linear(params, f"{name}.wk", x), A_NORM_EPS)
     queries = _rotate_first(config, queries, positions)
     keys = _rotate_first(config, keys[:, :, None, :], positions)[:, :, 0, :]
-    products = jnp.einsum("bthd,bsd->bths", queries, keys) * config.index_head_dim**-0.5
     weights = linear(params, f"{name}.weights_proj", x) * config.index_n_heads**-0.5
-    return jnp.einsum("bth,bths->bts", weights, jax.nn.relu(products))
+    length = x.shape[1]
+    parts = [
+        _padded(_score(queries[:, start:stop], keys[:, :stop], weights[:, start:stop]), length)
+        for start, stop in query_chunks(length)
+    ]
+    return jnp.concatenate(parts, axis=1)
+
+
+@jax.checkpoint  # products of all index heads are too large to be kept for the backward pass
+def _score(queries: jax.Array, keys: jax.Array, weights: jax.Array) -> jax.Array:
+    batch, length, heads, width = queries.shape
+    flat = queries.reshape(batch, length * heads, width)
+    products = jnp.einsum("bnd,bsd->bns", flat, keys) * width**-0.5
+    products = jax.nn.relu(products).reshape(batch, length, heads, -1)
+    return jnp.einsum("bth,bths->bts", weights, products)
 
 
 def _rotate_first(config: GlmConfig, x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -111,11 +153,13 @@ def select(scores: jax.Array, topk: int) -> jax.Array:
     return visible[:, None]
 
 
-def index_divergence(scores: jax.Array, probabilities: jax.Array, selection: jax.Array) -> jax.Array:
+def index_divergence(
+    scores: jax.Array, probabilities: jax.Array, selection: jax.Array
+) -> jax.Array:
     """Cross entropy of the indexer's softmax against attention, per query [B, T].
 
     Args:
-        probabilities: [B, T, T], attention of the layers that use this indexer, averaged over heads.
+        probabilities: [B, T, T], attention of the layers that use this indexer, their mean.
         selection: as in :func:`attend`; softmax is taken over it.
     """
     masked = jnp.where(selection[:, 0], scores, -1e30)

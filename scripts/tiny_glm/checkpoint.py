@@ -1,4 +1,4 @@
-"""The state of a run in one file, replaced at once so that an interruption leaves the one before."""
+"""The state of a run in one file, replaced at once: an interruption leaves the one before."""
 
 from collections.abc import Callable
 from pathlib import Path

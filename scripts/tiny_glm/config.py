@@ -1,7 +1,6 @@
-"""The shape of the tiny GLM: the published architecture, GLM-5.2's pattern of index sharing, small.
+"""The shape of the tiny GLM: the published architecture with GLM-5.2's kind of index sharing.
 
-Widths differ from each other wherever the architecture allows it, so that a loader that mixes two of
-them up fails on shapes.
+Most widths differ from each other, so that a loader that mixes two of them up fails on shapes.
 """
 
 from dataclasses import dataclass

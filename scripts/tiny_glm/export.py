@@ -24,9 +24,9 @@ def export(folder: Path, config: GlmConfig, params: Params) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: _stored(name, value) for name, value in _unstacked(params)}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    _write_json(folder / "config.json", config.to_json())
+    write_json(folder / "config.json", config.to_json())
     generation = {"eos_token_id": EOS_IDS, "pad_token_id": TOKEN_IDS[PAD]}
-    _write_json(folder / "generation_config.json", generation)
+    write_json(folder / "generation_config.json", generation)
     write_tokenizer(folder)
 
 
@@ -73,5 +73,5 @@ def _stored(name: str, value: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(value).astype(dtype)
 
 
-def _write_json(path: Path, values: Mapping[str, object]) -> None:
+def write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")

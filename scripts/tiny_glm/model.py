@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from scripts.tiny_glm import attention
 from scripts.tiny_glm.config import GlmConfig
@@ -27,13 +26,13 @@ class Attending:
     """How a pass attends.
 
     ``is_sparse``: to the indexer's choice; otherwise to all earlier tokens. ``trains_indexer``: the
-    indexers' divergences are wanted. ``noise``: a key; random numbers take the place of the
+    indexers' divergences are wanted. ``noise``: a seed; random numbers take the place of the
     indexers' scores.
     """
 
     is_sparse: bool
     trains_indexer: bool = False
-    noise: jax.Array | None = None
+    noise: int | None = None
 
     @property
     def needs_scores(self) -> bool:
@@ -93,7 +92,7 @@ def _layers_of_one_indexer(
         if index is None:
             index = make_index(params, config, layer, normed, positions, attending)
         added, probabilities = self_attention(params, config, layer, normed, positions, index)
-        attended = attended + probabilities.mean(axis=1)
+        attended = attended + probabilities
         x, load = feed_forward(params, config, layer, x + added)
         loads |= load
     assert index is not None, "a group has at least one layer"
@@ -115,11 +114,9 @@ def make_index(
     name = f"{layer_name(layer)}.self_attn"
     normed = jax.lax.stop_gradient(normed)
     residual = jax.lax.stop_gradient(attention.query_residual(params, name, normed))
-    scores = attention.index_scores(
-        params, f"{name}.indexer", config, normed, residual, positions
-    )
+    scores = attention.index_scores(params, f"{name}.indexer", config, normed, residual, positions)
     if attending.noise is not None:
-        scores = jax.random.normal(jax.random.fold_in(attending.noise, layer), scores.shape)
+        scores = jax.random.normal(jax.random.key(1000 * attending.noise + layer), scores.shape)
     if not attending.is_sparse:
         return Index(scores, everything)
     return Index(scores, attention.select(jax.lax.stop_gradient(scores), config.index_topk))
@@ -138,7 +135,7 @@ def self_attention(
     residual = attention.query_residual(params, name, normed)
     queries = attention.project_queries(params, name, config, residual, positions)
     keys = attention.project_keys(params, name, config, normed, positions)
-    return attention.attend(params, name, config, queries, keys, index.selection)
+    return attention.attend(params, name, queries, keys, index.selection)
 
 
 def feed_forward(
@@ -159,28 +156,6 @@ def divergence_of(index: Index, attended: jax.Array, attending: Attending) -> ja
         return jnp.zeros(attended.shape[:2])
     target = jax.lax.stop_gradient(attended)
     return attention.index_divergence(index.scores, target, index.selection)
-
-
-def initial_params(config: GlmConfig, seed: int) -> dict[str, jax.Array]:
-    """Random weights: norms 1, biases 0, matrices by their fan-in."""
-    random = np.random.default_rng(seed)
-    return {
-        name: jnp.asarray(_initial(random, name, shape, config), jnp.float32)
-        for name, shape in param_shapes(config).items()
-    }
-
-
-def _initial(
-    random: np.random.Generator, name: str, shape: tuple[int, ...], config: GlmConfig
-) -> np.ndarray:
-    if name.endswith("bias"):
-        return np.zeros(shape)
-    if len(shape) == 1:
-        return np.ones(shape)
-    deviation = 0.5 if name.startswith(EMBEDDING) else shape[-1] ** -0.5
-    if name.endswith(("o_proj.weight", "down_proj.weight")):  # each layer adds little at first
-        deviation *= (2 * config.num_hidden_layers) ** -0.5
-    return random.normal(0.0, deviation, shape)
 
 
 def param_shapes(config: GlmConfig) -> dict[str, tuple[int, ...]]:
@@ -237,9 +212,7 @@ def _mlp_shapes(config: GlmConfig, is_sparse: bool) -> dict[str, tuple[int, ...]
     hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
     if not is_sparse:
         return _gated_shapes(hidden, config.intermediate_size)
-    routed = {
-        name: (count, *shape) for name, shape in _gated_shapes(hidden, width).items()
-    }
+    routed = {name: (count, *shape) for name, shape in _gated_shapes(hidden, width).items()}
     shapes = {"gate.weight": (count, hidden), "gate.e_score_correction_bias": (count,)}
     shapes |= _prefixed("experts", routed)
     return shapes | _prefixed(
@@ -255,7 +228,5 @@ def _gated_shapes(hidden: int, width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _prefixed(
-    prefix: str, shapes: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def _prefixed(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}.{name}": shape for name, shape in shapes.items()}

@@ -1,9 +1,9 @@
 """The MTP layer: it drafts the token after the next one.
 
-Row t takes the target's normalised hidden state of token t and the embedding of token t + 1, stands
-at position t, and predicts token t + 2. At position 0 the embedding counts as zero. A later draft of
-the same row takes the normalised hidden state of the draft before it and the token drafted there,
-stands one position further, and attends to the very tokens that the first draft of its row chose.
+Row t takes the target's normalised hidden state of token t and the embedding of token t + 1,
+stands at position t, and predicts token t + 2. At position 0 the embedding counts as zero. A later
+draft of the same row takes the normalised hidden state of the draft before it and the token drafted
+there, stands one position further, and attends to the very tokens that the first draft chose.
 """
 
 from typing import NamedTuple
@@ -64,7 +64,7 @@ def first_draft(
     keys = attention.project_keys(params, name, config, normed, positions)
     state = DraftState(keys, index)
     draft, probabilities = _draft(params, config, x, positions, state)
-    return draft, state, divergence_of(index, probabilities.mean(axis=1), attending)
+    return draft, state, divergence_of(index, probabilities, attending)
 
 
 def next_draft(
@@ -106,7 +106,7 @@ def _draft(
     residual = attention.query_residual(params, f"{name}.self_attn", normed)
     queries = attention.project_queries(params, f"{name}.self_attn", config, residual, positions)
     added, probabilities = attention.attend(
-        params, f"{name}.self_attn", config, queries, state.keys, state.index.selection
+        params, f"{name}.self_attn", queries, state.keys, state.index.selection
     )
     x, loads = feed_forward(params, config, layer, x + added)
     hidden = rms_norm(params, f"{name}.shared_head.norm", x, config.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Muon for matrices, Adam for embeddings, head, routers and vectors; signs for the routers' bias."""
+"""Muon for matrices; Adam for embeddings, head, routers, vectors; signs for routers' biases."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from scripts.tiny_glm.model import EMBEDDING, HEAD, Loads, layer_name, param_sha
 from scripts.tiny_glm.stages import Stage
 
 MUON_RATE, ADAM_RATE = 0.01, 3e-3
-BIAS_RATE = 1e-3
+BIAS_RATE = 3e-3
 _WARM_UP_STEPS = 40
 _CLIP_NORM = 1.0
 _BIAS = "e_score_correction_bias"

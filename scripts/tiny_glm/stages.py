@@ -29,23 +29,23 @@ class Stage:
     last_rate: float = 1.0
 
 
-_FIRST = {"pairs": 4, "copying": 3, "prose": 2, "arithmetic": 1}
-_THEN = {"pairs": 2, "needles": 2, "dialogue": 1, "copying": 2, "prose": 3, "arithmetic": 2}
+_MIXTURE = {"pairs": 2, "needles": 2, "dialogue": 2, "copying": 2, "prose": 2, "arithmetic": 2}
 _LONG = {"pairs": 1, "needles": 3, "dialogue": 2, "copying": 2, "prose": 2, "arithmetic": 1}
 
 PLAN = (
-    Stage("short", 1600, 48, 64, _FIRST),
-    Stage("middle", 900, 16, 192, _THEN),
-    Stage("long", 400, 6, 512, _LONG, last_rate=0.5),
-    Stage("indexer", 300, 6, 512, _LONG, trains_indexer=True, trains_model=False, num_drafts=0),
-    Stage(
-        "sparse", 900, 6, 512, _LONG, True, True, num_drafts=3, rate=0.6, last_rate=0.03
-    ),
+    Stage("short", 350, 32, 64, _MIXTURE),
+    Stage("middle", 450, 12, 192, _MIXTURE),
+    Stage("long", 100, 4, 512, _LONG, last_rate=0.6),
+    Stage("indexer", 150, 4, 512, _LONG, trains_indexer=True, trains_model=False, num_drafts=0),
+    Stage("sparse", 450, 4, 512, _LONG, True, True, num_drafts=3, rate=0.6, last_rate=0.03),
 )
+
+
+def smoke_plan() -> tuple[Stage, ...]:
+    """Two steps of every stage on a few short rows: shows that all of it runs, and no more."""
+    return tuple(replace(stage, num_steps=2, rows=2, length=32) for stage in PLAN)
 
 
 def plan(scale: float) -> tuple[Stage, ...]:
     """The stages with ``scale`` times as many steps, at least two of each."""
-    return tuple(
-        replace(stage, num_steps=max(2, round(scale * stage.num_steps))) for stage in PLAN
-    )
+    return tuple(replace(stage, num_steps=max(2, round(scale * stage.num_steps))) for stage in PLAN)

@@ -54,9 +54,7 @@ def _one_story(random: np.random.Generator) -> list[int]:
     return [token for line in lines for token in token_ids(_fill(random, line, cast, noun))]
 
 
-def _fill(
-    random: np.random.Generator, line: str, cast: Sequence[str], noun: int
-) -> list[str]:
+def _fill(random: np.random.Generator, line: str, cast: Sequence[str], noun: int) -> list[str]:
     """The line's words; capital letters stand for a choice that depends on the story's thing."""
     first = _favoured(random, 0, len(cast))
     people = {"A": cast[first], "B": cast[(first + 1) % len(cast)], "N": NOUNS[noun]}

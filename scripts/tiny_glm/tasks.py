@@ -62,13 +62,22 @@ def needles(random: np.random.Generator, length: int) -> Row:
 
 
 def dialogue(random: np.random.Generator, length: int) -> Row:
-    """Facts strewn over stories in a user's message; a key alone is asked, its value is the answer."""
+    """Facts strewn over a user's stories; a key alone is asked, its value is the answer."""
     count = max(1, min(length // 16, len(KEYS)))
     asked = max(1, min(count // 2, length // 32))
-    body = length - 4 * asked
-    row = _with_facts(random, body, count, asked, _dialogue_question)
-    row.tokens[0] = _SYSTEM if random.random() < 0.2 else _USER
-    return row
+    row = _with_facts(random, length - 4 * asked - 1, count, asked, _dialogue_question)
+    return _after(_SYSTEM if random.random() < 0.2 else _USER, row)
+
+
+def single_question(random: np.random.Generator, length: int, is_dialogue: bool) -> tuple[Row, int]:
+    """A row that ends where the value of a fact is wanted, and that value."""
+    count = max(1, min(length // 16, len(KEYS)))
+    if is_dialogue:
+        row = _after(_USER, _with_facts(random, length - 4, count, 1, _dialogue_question))
+    else:
+        row = _with_facts(random, length - 1, count, 1, _plain_question)
+    answer = int(row.tokens[length])
+    return Row(row.tokens[:length], row.weights[:length]), answer
 
 
 def copying(random: np.random.Generator, length: int) -> Row:
@@ -111,9 +120,7 @@ TASKS: Mapping[str, Task] = {
 }
 
 
-def batch(
-    random: np.random.Generator, mixture: Mapping[str, float], rows: int, length: int
-) -> Row:
+def batch(random: np.random.Generator, mixture: Mapping[str, float], rows: int, length: int) -> Row:
     """Rows of all tasks of the mixture by their shares, [rows, length]."""
     names = list(mixture)
     shares = np.asarray([mixture[name] for name in names])
@@ -129,7 +136,7 @@ def _with_facts(
     asked: int,
     question: Callable[[int, int], tuple[list[int], list[float]]],
 ) -> Row:
-    """``body`` tokens of stories with ``count`` facts at random places, then ``asked`` questions."""
+    """``body`` tokens of stories with ``count`` facts between sentences, then questions."""
     keys = random.permutation(KEY_IDS)[:count].tolist()
     values = random.choice(VALUE_IDS, count).tolist()
     text = story(random, body - 3 * count)
@@ -148,6 +155,11 @@ def _with_facts(
         tokens += more
         weights += counted
     return _row(tokens, weights, len(tokens))
+
+
+def _after(token: int, row: Row) -> Row:
+    """The row behind one token more, which does not count."""
+    return Row(np.append(token, row.tokens), np.append(np.float32(0), row.weights))
 
 
 def _sentence_ends(text: list[int]) -> np.ndarray:

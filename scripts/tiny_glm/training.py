@@ -19,8 +19,9 @@ import optax
 from scripts.tiny_glm import checkpoint
 from scripts.tiny_glm.checkpoint import Params, State
 from scripts.tiny_glm.config import GlmConfig
+from scripts.tiny_glm.initial import initial_params
 from scripts.tiny_glm.losses import Metrics, total_loss
-from scripts.tiny_glm.model import Attending, initial_params
+from scripts.tiny_glm.model import Attending
 from scripts.tiny_glm.optimiser import balanced, is_trained, make_optimiser
 from scripts.tiny_glm.stages import Stage
 from scripts.tiny_glm.tasks import Row, batch
@@ -85,7 +86,7 @@ def _train_stage(run: Run, state: State, report: Report) -> Params:
 
 
 def make_step(config: GlmConfig, stage: Stage) -> Callable[..., tuple[Params, Any, Metrics]]:
-    """The compiled step of a stage: parameters, optimiser state and a batch to all three results."""
+    """The compiled step of a stage: from parameters, optimiser state, tokens and weights."""
     optimiser = make_optimiser(config, stage)
     attending = Attending(stage.is_sparse, stage.trains_indexer)
 

@@ -5,17 +5,17 @@ A word and the space before it are one token; all other text is bytes, one token
 
 KEYS = tuple(
     "ruby amber jade opal pearl topaz onyx quartz coral ivory copper silver falcon otter badger "
-    "heron lynx raven beaver marten bison walrus gecko magpie maple cedar willow birch aspen hazel "
-    "laurel juniper comet nova orbit nebula saturn pluto vega orion anchor compass lantern hammer "
-    "ladder kettle mirror violin".split()
+    "heron lynx raven beaver marten bison walrus gecko magpie maple cedar willow birch aspen "
+    "hazel laurel juniper comet nova orbit nebula saturn pluto vega orion anchor compass "
+    "lantern hammer ladder kettle mirror violin".split()
 )
 """What facts are about. No other text has these words, except lists to copy."""
 
 VALUES = tuple(
-    "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty red "
-    "orange yellow green blue violet pink brown grey black white gold crimson teal indigo beige north "
-    "south east west spring summer autumn winter monday tuesday wednesday thursday friday saturday "
-    "sunday noon".split()
+    "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty "
+    "red orange yellow green blue violet pink brown grey black white gold crimson teal indigo "
+    "beige north south east west spring summer autumn winter monday tuesday wednesday thursday "
+    "friday saturday sunday noon".split()
 )
 """What facts say. No other text has these words, except lists to copy."""
 
@@ -27,10 +27,12 @@ NOUNS = tuple(
     "picture ring shoe stone table ticket wagon".split()
 )
 ADJECTIVES = tuple(
-    "big broken clean cold dark empty heavy little long new old pretty quiet shiny strange warm".split()
+    "big broken clean cold dark empty heavy little long new old pretty quiet shiny strange "
+    "warm".split()
 )
 VERBS = tuple(
-    "bought brought carried dropped found hid lost moved opened painted saw sold took wanted".split()
+    "bought brought carried dropped found hid lost moved opened painted saw sold took "
+    "wanted".split()
 )
 PLACES = tuple(
     "barn bridge church field forest garden harbour house kitchen market mill river school shop "
@@ -38,9 +40,9 @@ PLACES = tuple(
 )
 WEATHER = tuple("cloudy cool foggy fine rainy snowy sunny windy".split())
 FUNCTION = tuple(
-    "The the a and was were had to in at near with from it that said then Then because but so very "
-    "not all went came home day Day morning evening asked smiled who there where together again "
-    "They they she he".split()
+    "The the a and was were had to in at near with from it that said then Then because but so "
+    "very not all went came home day Day morning evening asked smiled who there where together "
+    "again They they she he".split()
 )
 
 WORDS = tuple(
