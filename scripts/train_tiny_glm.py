@@ -18,7 +18,13 @@ from scripts.tiny_glm.stages import plan, smoke_plan
 from scripts.tiny_glm.training import Report, Run, append_json, train
 
 SMOKE_CONFIG = GlmConfig(
-    hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, index_topk=4
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    index_topk=4,
+    index_topk_freq=2,
+    index_skip_topk_offset=1,
 )
 EVALUATED_ROWS, SMOKE_ROWS = 256, 2
 
@@ -39,7 +45,7 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Train the tiny GLM, or go on training.")
     parser.add_argument("--folder", type=Path, required=True, help="checkpoints, log and export")
     parser.add_argument("--scale", type=float, default=1.0, help="times the planned steps")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")

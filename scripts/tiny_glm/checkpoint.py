@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ Start = Callable[[int, Params], State]
 
 def save(folder: Path, state: State) -> None:
     leaves = jax.tree.leaves(state.optimiser)
-    arrays = {_PARAM + name: np.asarray(value) for name, value in state.params.items()}
+    arrays: Any = {_PARAM + name: np.asarray(value) for name, value in state.params.items()}
     arrays |= {f"{_LEAF}{index}": np.asarray(leaf) for index, leaf in enumerate(leaves)}
     arrays["progress"] = np.asarray([state.stage, state.step])
     new = folder / f"new-{FILE}"

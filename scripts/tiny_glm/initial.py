@@ -1,10 +1,10 @@
 """Weights to start from: random, but for a pair of heads in each of two layers.
 
 Recall takes two steps. A head of layer 0 tells of each token which one stood before it; a head of
-layer 1 then looks for the token whose predecessor is the present token, which is the one that is
-wanted. Left to itself training finds these two only after a long plateau, so two heads of each layer
-begin as such. What is copied from there and what is done with it is learnt, and everything may move
-away from where it starts.
+layer 1 then looks for the token whose predecessor is the present token: it is the one wanted. Left
+to itself training finds these two only after a long plateau, so two heads of each layer begin as
+such. What is copied from there and what is done with it is learnt, and everything may move away
+from where it starts.
 """
 
 import jax

@@ -164,10 +164,9 @@ def param_shapes(config: GlmConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{EMBEDDING}.weight": (vocab, hidden)}
     for layer in range(config.num_hidden_layers + 1):
         shapes |= _prefixed(layer_name(layer), _layer_shapes(config, layer))
-    mtp = {"enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,)}
-    mtp_shapes = {f"{name}.weight": shape for name, shape in mtp.items()}
-    mtp_shapes["eh_proj.weight"] = (hidden, 2 * hidden)
-    shapes |= _prefixed(layer_name(config.mtp_layer), mtp_shapes)
+    mtp: dict[str, tuple[int, ...]] = {"eh_proj.weight": (hidden, 2 * hidden)}
+    mtp |= {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes |= _prefixed(layer_name(config.mtp_layer), mtp)
     return shapes | {f"{FINAL_NORM}.weight": (hidden,), f"{HEAD}.weight": (vocab, hidden)}
 
 
@@ -213,7 +212,8 @@ def _mlp_shapes(config: GlmConfig, is_sparse: bool) -> dict[str, tuple[int, ...]
     if not is_sparse:
         return _gated_shapes(hidden, config.intermediate_size)
     routed = {name: (count, *shape) for name, shape in _gated_shapes(hidden, width).items()}
-    shapes = {"gate.weight": (count, hidden), "gate.e_score_correction_bias": (count,)}
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (count, hidden)}
+    shapes["gate.e_score_correction_bias"] = (count,)
     shapes |= _prefixed("experts", routed)
     return shapes | _prefixed(
         "shared_experts", _gated_shapes(hidden, width * config.n_shared_experts)

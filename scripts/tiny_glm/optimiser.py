@@ -1,6 +1,7 @@
 """Muon for matrices; Adam for embeddings, head, routers, vectors; signs for routers' biases."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,11 @@ _BIAS = "e_score_correction_bias"
 def make_optimiser(config: GlmConfig, stage: Stage) -> optax.GradientTransformation:
     """Of the parameters that the stage trains."""
     shapes = {name: of for name, of in param_shapes(config).items() if is_trained(name, stage)}
+    axes: Any = {name: _axes(name, of) for name, of in shapes.items()}
     matrices = muon(
         _schedule(stage, MUON_RATE),
         adam_learning_rate=_schedule(stage, ADAM_RATE),
-        muon_weight_dimension_numbers={name: _axes(name, of) for name, of in shapes.items()},
+        muon_weight_dimension_numbers=axes,
         consistent_rms=0.2,
         adam_b2=0.98,
     )

@@ -34,10 +34,10 @@ _LONG = {"pairs": 1, "needles": 3, "dialogue": 2, "copying": 2, "prose": 2, "ari
 
 PLAN = (
     Stage("short", 350, 32, 64, _MIXTURE),
-    Stage("middle", 450, 12, 192, _MIXTURE),
-    Stage("long", 100, 4, 512, _LONG, last_rate=0.6),
-    Stage("indexer", 150, 4, 512, _LONG, trains_indexer=True, trains_model=False, num_drafts=0),
-    Stage("sparse", 450, 4, 512, _LONG, True, True, num_drafts=3, rate=0.6, last_rate=0.03),
+    Stage("middle", 200, 12, 192, _MIXTURE),
+    Stage("long", 60, 4, 512, _LONG, last_rate=0.6),
+    Stage("indexer", 100, 4, 512, _LONG, trains_indexer=True, trains_model=False, num_drafts=0),
+    Stage("sparse", 330, 4, 512, _LONG, True, True, num_drafts=3, rate=0.6, last_rate=0.03),
 )
 
 

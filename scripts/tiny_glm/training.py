@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -103,8 +103,7 @@ def make_step(config: GlmConfig, stage: Stage) -> Callable[..., tuple[Params, An
         trained, fixed = _split(params, stage)
         gradients, metrics = jax.grad(loss, has_aux=True)(trained, fixed, tokens, weights)
         updates, state = optimiser.update(gradients, state, trained)
-        trained = optax.apply_updates(trained, updates)
-        params = trained | fixed
+        params = fixed | cast(Params, optax.apply_updates(trained, updates))
         if stage.trains_model:
             params = balanced(params, metrics.loads)
         return params, state, metrics

@@ -31,9 +31,7 @@ class MtpReference:
             hidden: of the target, one row per token but the last.
             tokens: one more than there are rows.
         """
-        inputs = [
-            self._input(row, tokens[place + 1], place) for place, row in enumerate(hidden)
-        ]
+        inputs = [self._input(row, tokens[place + 1], place) for place, row in enumerate(hidden)]
         caches = [self._cache(x, position) for position, x in enumerate(inputs)]
         return np.stack([self._row(x, row, caches, steps) for row, x in enumerate(inputs)])
 

@@ -16,7 +16,7 @@ from scripts.tiny_glm.initial import initial_params
 from scripts.tiny_glm.optimiser import BIAS_RATE, balanced, is_trained
 from scripts.tiny_glm.stages import PLAN, Stage, plan, smoke_plan
 from scripts.tiny_glm.training import Report, Run, train
-from tests.scripts.tiny import SMALL, random_params, random_tokens
+from tests.scripts.tiny import SHALLOW, random_params, random_tokens
 
 MIXTURE = {"pairs": 1.0, "prose": 1.0}
 DENSE = Stage("dense", 4, 4, 32, MIXTURE)
@@ -46,8 +46,8 @@ def ignore(line: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("stage", [DENSE, INDEXER, SPARSE], ids=lambda stage: stage.name)
 def test_a_stage_changes_what_it_trains(tmp_path: Path, stage: Stage):
-    before = initial_params(SMALL, 0)
-    after = train(Run(SMALL, (stage,), 0, tmp_path), ignore)
+    before = initial_params(SHALLOW, 0)
+    after = train(Run(SHALLOW, (stage,), 0, tmp_path), ignore)
     for name, value in before.items():
         is_bias = name.endswith("e_score_correction_bias")
         expected = stage.trains_model if is_bias else is_trained(name, stage)
@@ -56,9 +56,9 @@ def test_a_stage_changes_what_it_trains(tmp_path: Path, stage: Stage):
 
 def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path):
     stages = (replace(DENSE, num_steps=3), replace(INDEXER, num_steps=2))
-    whole = train(Run(SMALL, stages, 0, tmp_path / "whole"), ignore)
+    whole = train(Run(SHALLOW, stages, 0, tmp_path / "whole"), ignore)
 
-    run = Run(SMALL, stages, 0, tmp_path / "parts", log_every=1, save_every=2)
+    run = Run(SHALLOW, stages, 0, tmp_path / "parts", log_every=1, save_every=2)
     for stop in [("dense", 3), ("indexer", 1)]:
         with pytest.raises(KeyboardInterrupt):
             train(run, interrupt_at(*stop))
@@ -70,7 +70,7 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path):
 def test_training_learns(tmp_path: Path):
     lines: list[dict[str, object]] = []
     stage = replace(DENSE, num_steps=40, mixture={"prose": 1.0})
-    train(Run(SMALL, (stage,), 0, tmp_path, log_every=1), lines.append)
+    train(Run(SHALLOW, (stage,), 0, tmp_path, log_every=1), lines.append)
     losses = [float(str(line["loss"])) for line in lines]
     assert losses[-1] < 0.6 * losses[0]
 
@@ -80,8 +80,8 @@ def test_an_untrained_checkpoint_is_none(tmp_path: Path):
 
 
 def test_a_router_s_bias_rises_where_an_expert_is_idle():
-    params = initial_params(SMALL, 0)
-    share = np.full(SMALL.n_routed_experts, 1 / SMALL.n_routed_experts, np.float32)
+    params = initial_params(SHALLOW, 0)
+    share = np.full(SHALLOW.n_routed_experts, 1 / SHALLOW.n_routed_experts, np.float32)
     share[0], share[1] = 0.0, 0.5
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     found = np.asarray(balanced(params, {1: share})[name] - params[name])
@@ -114,10 +114,12 @@ def test_accepted_drafts_are_counted_from_the_newest_token(
 
 
 def test_drafts_of_a_row_see_no_later_token():
-    params, tokens = random_params(SMALL, 1), random_tokens(SMALL, 1, 1, 16)
+    params, tokens = random_params(SHALLOW, 1), random_tokens(SHALLOW, 1, 1, 16)
     changed = tokens.copy()
-    changed[0, 10] = (changed[0, 10] + 1) % SMALL.vocab_size
-    before, after = (np.asarray(draft_all(params, SMALL, which))[0] for which in (tokens, changed))
+    changed[0, 10] = (changed[0, 10] + 1) % SHALLOW.vocab_size
+    before, after = (
+        np.asarray(draft_all(params, SHALLOW, which))[0] for which in (tokens, changed)
+    )
     np.testing.assert_array_equal(before[:9], after[:9])  # row 9 takes token 10
     assert (before[9:] != after[9:]).any()
 

@@ -24,6 +24,8 @@ SMALL = GlmConfig(
     index_head_dim=16,
     index_topk=8,
 )
+SHALLOW = replace(SMALL, num_hidden_layers=2, index_topk_freq=2, index_skip_topk_offset=1)
+"""A full layer and a shared one, for what compiles many programs."""
 PUBLISHED_PATTERN = replace(
     SMALL,
     num_hidden_layers=7,
