@@ -26,7 +26,7 @@ SMOKE_CONFIG = GlmConfig(
     index_topk_freq=2,
     index_skip_topk_offset=1,
 )
-EVALUATED_ROWS, SMOKE_ROWS = 256, 2
+EVALUATED_ROWS, SMOKE_ROWS = 64, 4
 
 
 def main() -> None:

@@ -67,7 +67,12 @@ def attend(
     keys: Keys,
     selection: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The layer's output [B, T, hidden] and its probabilities [B, T, S], averaged over heads.
+    """The layer's output [B, T, hidden], and where it would look if it saw all earlier tokens.
+
+    The latter is what an indexer is trained on: the probabilities [B, T, T] of dense attention,
+    averaged over heads. The published recipe takes those of the selected tokens only, once
+    attention is sparse; at this size all of them cost little, and a token that is never selected
+    can be learnt from them.
 
     Args:
         selection: [B, 1, T, T] or [1, 1, T, T], True at the keys that a query sees, none later
@@ -92,7 +97,10 @@ def _attend(queries: jax.Array, keys: Keys, selection: jax.Array) -> tuple[jax.A
     scores = jnp.einsum("bthd,bshd->bhts", queries, keys.keys) * queries.shape[-1] ** -0.5
     probabilities = jax.nn.softmax(jnp.where(selection, scores, -1e30), axis=-1)
     merged = jnp.einsum("bhts,bshd->bthd", probabilities, keys.values)
-    return merged.reshape(*merged.shape[:2], -1), probabilities.mean(axis=1)
+    length, num_keys = scores.shape[2:]
+    visible = causal(num_keys)[None, None, num_keys - length :]
+    dense = jax.nn.softmax(jnp.where(visible, jax.lax.stop_gradient(scores), -1e30), axis=-1)
+    return merged.reshape(*merged.shape[:2], -1), dense.mean(axis=1)
 
 
 def _first(keys: Keys, stop: int) -> Keys:
@@ -153,14 +161,11 @@ def select(scores: jax.Array, topk: int) -> jax.Array:
     return visible[:, None]
 
 
-def index_divergence(
-    scores: jax.Array, probabilities: jax.Array, selection: jax.Array
-) -> jax.Array:
+def index_divergence(scores: jax.Array, probabilities: jax.Array) -> jax.Array:
     """Cross entropy of the indexer's softmax against attention, per query [B, T].
 
     Args:
         probabilities: [B, T, T], attention of the layers that use this indexer, their mean.
-        selection: as in :func:`attend`; softmax is taken over it.
     """
-    masked = jnp.where(selection[:, 0], scores, -1e30)
+    masked = jnp.where(causal(scores.shape[1])[None], scores, -1e30)
     return -(probabilities * jax.nn.log_softmax(masked, axis=-1)).sum(axis=-1)

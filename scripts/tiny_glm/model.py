@@ -155,7 +155,7 @@ def divergence_of(index: Index, attended: jax.Array, attending: Attending) -> ja
     if index.scores is None or not attending.trains_indexer:
         return jnp.zeros(attended.shape[:2])
     target = jax.lax.stop_gradient(attended)
-    return attention.index_divergence(index.scores, target, index.selection)
+    return attention.index_divergence(index.scores, target)
 
 
 def param_shapes(config: GlmConfig) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """The plan of a training run: what is trained when, on what, and how long.
 
 Top-k passes no gradient to the indexer. So the model learns with dense attention first, then the
-indexers learn which tokens it attends to, then both learn on with sparse attention.
+indexers learn which tokens it attends to, then both learn on, at last with sparse attention.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,8 @@ PLAN = (
     Stage("middle", 200, 12, 192, _MIXTURE),
     Stage("long", 60, 4, 512, _LONG, last_rate=0.6),
     Stage("indexer", 100, 4, 512, _LONG, trains_indexer=True, trains_model=False, num_drafts=0),
-    Stage("sparse", 330, 4, 512, _LONG, True, True, num_drafts=3, rate=0.6, last_rate=0.03),
+    Stage("both", 100, 4, 512, _LONG, trains_indexer=True, rate=0.8, last_rate=0.6),
+    Stage("sparse", 110, 4, 512, _LONG, True, True, num_drafts=3, rate=0.6, last_rate=0.03),
 )
 
 

@@ -90,8 +90,8 @@ def test_a_router_s_bias_rises_where_an_expert_is_idle():
 
 def test_the_plan_is_dense_then_indexer_then_sparse_and_scales():
     kinds = [(stage.is_sparse, stage.trains_indexer, stage.trains_model) for stage in PLAN]
-    assert kinds[-2:] == [(False, True, False), (True, True, True)]
-    assert set(kinds[:-2]) == {(False, False, True)}
+    assert kinds[-3:] == [(False, True, False), (False, True, True), (True, True, True)]
+    assert set(kinds[:-3]) == {(False, False, True)}
     doubled = [stage.num_steps for stage in plan(2.0)]
     assert doubled == [2 * stage.num_steps for stage in PLAN]
     assert [stage.name for stage in smoke_plan()] == [stage.name for stage in PLAN]
