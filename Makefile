@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check format
+.PHONY: help setup demo demo-glm test test-all check format
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -9,6 +9,9 @@ setup: ## build .venv; the other commands do it when it is missing or out of dat
 
 demo: setup ## serve a small model over three CPU devices and ask it about a long document
 	@.venv/bin/python scripts/demo.py
+
+demo-glm: setup ## recall and drafts of a tiny GLM over four CPU devices
+	@.venv/bin/python -m scripts.demo_glm
 
 test: setup ## run the tests
 	@scripts/test

