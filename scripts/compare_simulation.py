@@ -4,8 +4,9 @@ Each round measures the server's steps with requests that are alone (how long pr
 lengths take, how long a step of some answers takes), sends the trace to the server, measures the
 steps again, and simulates the trace with what was measured before and after. Ratios are medians
 over rounds of simulated over measured, so that a machine that slows down does so for both sides.
-The simulation knows nothing else of the server. ``--record`` keeps one round, which a test replays.
-The last line of stdout is JSON.
+The simulation knows nothing else of the server, and the ratios mean something only where the server
+keeps up with the rate. ``--record`` keeps one round, as a table that ``dcpjax simulate --steps``
+reads. The last line of stdout is JSON.
 """
 
 import argparse
