@@ -8,7 +8,7 @@ was trained on is in dcpjax/assets/glm-tiny/README.md.
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from rich.console import Console
@@ -79,7 +79,9 @@ def tell(llm: LLM) -> Told:
     start = time.perf_counter()
     told = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     seconds = time.perf_counter() - start
-    return Told(told, STORIES * STORY_TOKENS / seconds, llm.stats()["acceptance_length"])
+    return Told(
+        told, STORIES * STORY_TOKENS / seconds, cast(float, llm.stats()["acceptance_length"])
+    )
 
 
 def table_of(num_right: int, plain: Told, drafted: Told) -> Table:
