@@ -9,6 +9,7 @@ import itertools
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -142,7 +143,7 @@ def attend_on_rank(shape: Shape, q, k, v, pool, tables, priors, counts, rank):
     """The step's order: write, then attend. Out [1, ...] per rank, and the pool."""
     block = make_block(shape.tokens, tables, priors, counts, rank[0], shape.sharding)
     own_k, own_v = block.take_own(k), block.take_own(v)
-    pool = write_block(pool, LAYER, block, own_k, own_v)
+    pool = write_block(pool, LAYER, block, jnp.concatenate([own_k, own_v], axis=-1))
     keywords = {"scale": SCALE, "comm_backend": shape.comm_backend}
     if shape.mode == "by_tokens":
         out = prefill_attention(block.take_own(q), own_k, own_v, pool, LAYER, block, **keywords)

