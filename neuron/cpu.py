@@ -75,12 +75,19 @@ def _options(device_ids: Sequence[int]) -> Any:
 class _HloRunner(Runner):
     """A runner whose steps are the bytes that neuronx-cc is given."""
 
-    def compile_step(self, step: Callable[..., Any], arguments: tuple, name: str) -> CpuProgram:
-        shapes = [output.shape for output in jax.eval_shape(step, *arguments)]
+    def compile_step(
+        self, step: Callable[..., Any], arguments: tuple, name: str
+    ) -> Callable[..., Any]:
+        results = jax.eval_shape(step, *arguments)
         num_parameters = len(jax.tree.leaves(arguments[0]))
-        module = lower(step, arguments, name="step", aliases={0: num_parameters})
-        outputs = list(zip(shapes, STEP_OUTPUTS, strict=True))
-        return CpuProgram(to_bytes(module), self.mesh, outputs)
+        num_pools = len(jax.tree.leaves(results[0]))
+        aliases = {pool: num_parameters + pool for pool in range(num_pools)}
+        module = lower(step, arguments, name="step", aliases=aliases)
+        specs = (STEP_OUTPUTS[0],) * num_pools + STEP_OUTPUTS[1:]
+        shapes = [output.shape for output in jax.tree.leaves(results)]
+        run = CpuProgram(to_bytes(module), self.mesh, list(zip(shapes, specs, strict=True)))
+        tree = jax.tree.structure(results)
+        return lambda *inputs: jax.tree.unflatten(tree, run(*inputs))
 
 
 class HloEngine(Engine):
