@@ -116,7 +116,10 @@ def test_pictures_are_files_too(page: Path):
     }
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+@pytest.mark.skipif(
+    shutil.which("chromium") is None,
+    reason="Chromium is not installed here; the page is checked as text as well",
+)
 def test_the_page_is_shown_by_a_browser(page: Path):
     shown = subprocess.run(
         ["chromium", "--headless", "--no-sandbox", "--dump-dom", page.as_uri()],
