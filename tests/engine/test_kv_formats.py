@@ -7,7 +7,7 @@ import pytest
 
 from dcpjax.cache.parts import INDEXER, LATENT, CachePart
 from dcpjax.cache.scaled_rows import Fp8KeyPages, Fp8LatentRows, scaled_format
-from dcpjax.config import EngineConfig, GlmConfig, LlamaConfig
+from dcpjax.config import EngineConfig, GlmConfig, IndexerConfig, LlamaConfig
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.errors import ConfigError, UnsupportedCombination
 
@@ -24,6 +24,7 @@ GLM = GlmConfig(
     qk_rope_head_dim=64,
     v_head_dim=8,
     max_position_embeddings=64,
+    indexer=IndexerConfig(num_heads=16, head_dim=128, top_k=8, full_layers=(0,)),
 )
 LLAMA = LlamaConfig(
     architecture="LlamaForCausalLM",
@@ -64,6 +65,12 @@ def test_models_without_latents_are_refused():
         "kv_cache_dtype": "fp8_ds_mla",
         "architecture": "LlamaForCausalLM",
     }
+
+
+def test_models_that_read_whole_pages_are_refused():
+    with pytest.raises(UnsupportedCombination, match="needs a model with an indexer") as caught:
+        blueprint(replace(GLM, indexer=None)).pool_shapes(4)
+    assert caught.value.values["kv_cache_dtype"] == "fp8_ds_mla"
 
 
 def test_devices_with_another_8_bit_float_are_refused():
