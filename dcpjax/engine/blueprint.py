@@ -102,8 +102,8 @@ class Blueprint:
             return PLAIN
         if isinstance(self.model, GlmConfig) and self.model.indexer is None:
             raise UnsupportedCombination(
-                "kv_cache_dtype='fp8_ds_mla' is read row by row, as sparse attention does: it needs a "
-                "model with an indexer",
+                "kv_cache_dtype='fp8_ds_mla' is read row by row, as sparse attention does: it "
+                "needs a model with an indexer",
                 kv_cache_dtype=FP8_DS_MLA,
                 architecture=self.model.architecture,
             )
