@@ -31,7 +31,8 @@ class KVTransferConfig:
         kv_load_failure_policy: what happens to a request whose KV cannot be loaded.
         kv_ip, kv_port: where the side channel listens; port 0 is any free one.
         kv_buffer_device: memory that other engines read and write: cuda, the devices' own (whatever
-            they are); cpu, the host's, through which pages are copied; auto, cpu on Neuron.
+            they are); cpu, the host's, through which pages are copied; auto, cpu in the static
+            form (Neuron), whose steps are not proven to leave the pool in place.
         advertised_ip: address that other engines use, default ``kv_ip``.
         backends: NIXL plugins, e.g. UCX, or LIBFABRIC for EFA.
         kv_lease_duration: for how long pages are kept for an engine that does not ask again.

@@ -263,12 +263,21 @@ class Blueprint:
                 kv_buffer_device=buffer,
                 device=self.platform,
             )
-        is_mirrored = buffer == "cpu" or (buffer == "auto" and self.platform == "neuron")
+        # What is not audited may be copied by a step, and with it what lands meanwhile is lost.
+        if buffer == "cuda" and transfer is not None and not self.form.is_audited:
+            raise UnsupportedCombination(
+                "only steps of the dynamic form are proven to leave the pool in place while other "
+                "engines write into it, so kv_buffer_device is 'cpu' or 'auto'",
+                kv_buffer_device=buffer,
+                step_form=self.config.step_form,
+            )
+        is_mirrored = buffer == "cpu" or (buffer == "auto" and not self.form.is_audited)
         if is_mirrored and transfer is not None and transfer.pipelined_sends:
             raise UnsupportedCombination(
                 "pipelined_sends reads pages while they are computed, and kv_buffer_device='cpu' "
                 "copies them to the host at the end",
                 kv_buffer_device=transfer.kv_buffer_device,
+                step_form=self.config.step_form,
                 device=self.platform,
             )
         return is_mirrored

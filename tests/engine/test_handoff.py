@@ -132,6 +132,16 @@ def test_pages_pass_through_the_host(connector, source, target, tiny, expected):
         assert prefill.engine.stats()["compilations_after_warmup"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pools_that_a_step_may_copy_are_not_written_from_outside(tiny, dtype):
+    """A static step on CPU copies a pool of bfloat16: what lands meanwhile would be lost."""
+    settings = {"step_form": "static", "kv_cache_dtype": dtype, "num_pages": 8, "max_num_seqs": 1}
+    with node(tiny, **settings, **transfer("kv_consumer")) as decode:
+        assert decode.engine.blueprint.mirrors_pool
+    with pytest.raises(UnsupportedCombination, match="leave the pool in place"):
+        engine_of(tiny, **settings, **transfer("kv_consumer", kv_buffer_device="cuda"))
+
+
 def test_pages_of_the_host_are_not_sent_while_they_are_computed(tiny):
     config = transfer("kv_producer", kv_buffer_device="cpu", pipelined_sends=True)
     with pytest.raises(UnsupportedCombination, match="kv_buffer_device='cpu'"):
