@@ -371,7 +371,8 @@ import signal, sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts what runs behind it with SIGINT ignored
+    signal.signal(number, signal.default_int_handler)
 sys.path.insert(0, sys.argv[1])
 from neuron import compile as command
 from tests.neuron.test_compile import Call
