@@ -371,7 +371,7 @@ import signal, sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts what runs behind it with SIGINT ignored
+for number in (signal.SIGINT, signal.SIGTERM):  # a background shell ignores SIGINT
     signal.signal(number, signal.default_int_handler)
 sys.path.insert(0, sys.argv[1])
 from neuron import compile as command
