@@ -235,6 +235,6 @@ def _rope_scaling(values: Values) -> YarnScaling | None:
         original_max_position=integer(rope, "original_max_position_embeddings"),
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),
-        mscale=mscale,
+        mscale=mscale if all_dim else 0.0,
         mscale_all_dim=all_dim,
     )

@@ -9,7 +9,7 @@ import pytest
 
 from dcpjax.attention import indexer, merge, segment, sparse
 from dcpjax.attention.block import Block, TokenSharding, make_block
-from dcpjax.attention.indexer import Choice
+from dcpjax.attention.indexer import ChosenPlaces
 from tests.attention import test_segment, test_sparse
 from tests.attention.test_segment import LONGEST_PRIOR, MLA
 from tests.attention.test_sparse import DECODE
@@ -82,7 +82,7 @@ def test_trap_9_whole_pages_without_the_factor_of_the_ranks(monkeypatch):
 
 def test_trap_11_the_union_of_local_choices(break_it):
     def union(original, best, *arguments):
-        return Choice(best.indices, indexer._num_finite(best.scores))
+        return ChosenPlaces(best.indices, indexer._num_finite(best.scores))
 
     break_it(indexer, "_counted_over_ranks", union)
     goes_red(check_sparse)
