@@ -2,6 +2,8 @@
 
 An engine that prefills and decodes uses :func:`decode_mesh`: rank = tp index · DCP + dcp index.
 A producer that splits prompts the Neuron way uses :func:`prefill_mesh`, where DCP is the slow axis.
+With prefill context parallelism there are several such sets of ranks, :func:`pcp_mesh`, each with
+all weights. All meshes have the same three axes, whatever their sizes.
 """
 
 import math
@@ -15,9 +17,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dcpjax.errors import MeshError
 from dcpjax.layout.heads import HeadLayout as HeadLayout
 
+PCP = "pcp"
 TP = "tp"
 DCP = "dcp"
 ALL_RANKS = (TP, DCP)
+"""Of the ranks that share the weights."""
+WORLD = (PCP, *ALL_RANKS)
+PAGE_RANKS = (DCP, PCP)
+"""Of the ranks that have pages of their own: other tokens, other layers or copies."""
 
 LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": ALL_RANKS,
@@ -26,7 +33,7 @@ LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "q_heads": ALL_RANKS,
     "group_q_heads": TP,  # prefill_gather="q" keeps the attention weights whole on each DCP rank
     "kv_heads": TP,
-    "pages": DCP,
+    "pages": PAGE_RANKS,
     "embed": None,
     "head_dim": None,
 }
@@ -41,6 +48,11 @@ def partition(*logical_axes: str | None) -> PartitionSpec:
 def sharding(mesh: Mesh, *logical_axes: str | None) -> NamedSharding:
     """As :func:`partition`, on a mesh."""
     return NamedSharding(mesh, partition(*logical_axes))
+
+
+def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Ranks along some axes of a mesh."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
@@ -88,19 +100,38 @@ def _request_cpu_devices(count: int) -> None:
 
 
 def decode_mesh(devices: Sequence[jax.Device], dcp: int) -> Mesh:
-    """Mesh ("tp", "dcp") of all ``devices``; consecutive ranks share the tokens of a sequence."""
-    return _mesh(devices, mesh_axes(len(devices), dcp, prefill_order=False))
+    """Mesh of all ``devices``; consecutive ranks share the tokens of a sequence."""
+    return _mesh(devices, mesh_axes(len(devices), dcp))
 
 
 def prefill_mesh(devices: Sequence[jax.Device], dcp: int) -> Mesh:
-    """Mesh ("dcp", "tp") of all ``devices``: ranks that are far apart share tokens (producers)."""
+    """Mesh of all ``devices``: ranks that are far apart share tokens (producers)."""
     return _mesh(devices, mesh_axes(len(devices), dcp, prefill_order=True))
 
 
-def mesh_axes(ranks: int, dcp: int, *, prefill_order: bool) -> dict[str, int]:
-    """Axes of :func:`prefill_mesh` or :func:`decode_mesh` with their sizes, the slow one first."""
+def pcp_mesh(devices: Sequence[jax.Device], pcp: int, dcp: int) -> Mesh:
+    """``pcp`` times a mesh in the decode order: rank = PCP rank · tensor parallel size + its rank.
+
+    Args:
+        dcp: DCP ranks among those that share the weights, 1 or all of them.
+
+    Raises:
+        MeshError: the sizes do not multiply out.
+    """
+    if len(devices) % pcp:
+        raise MeshError(
+            "the number of ranks is a multiple of prefill_context_parallel_size",
+            ranks=len(devices),
+            prefill_context_parallel_size=pcp,
+        )
+    return _mesh(devices, mesh_axes(len(devices) // pcp, dcp, pcp=pcp))
+
+
+def mesh_axes(ranks: int, dcp: int, *, pcp: int = 1, prefill_order: bool = False) -> dict[str, int]:
+    """Axes of a mesh with their sizes, the slow one first; ``ranks`` are those of the weights."""
     groups = _num_groups(ranks, dcp)
-    return {DCP: dcp, TP: groups} if prefill_order else {TP: groups, DCP: dcp}
+    fast = {DCP: dcp, TP: groups} if prefill_order else {TP: groups, DCP: dcp}
+    return {PCP: pcp, **fast}
 
 
 def _num_groups(ranks: int, dcp: int) -> int:

@@ -12,7 +12,7 @@ from dcpjax.cache.parts import DRAFT_PARTS
 from dcpjax.engine.draft_step import make_draft_step
 from dcpjax.engine.step import FROM_HOST, SAMPLED, StepShape, make_step
 from dcpjax.errors import ConfigError
-from dcpjax.mesh import ALL_RANKS
+from dcpjax.mesh import WORLD
 from neuron.calls import Call, pool_names
 from neuron.deployment import Deployment
 from neuron.program import IndexRange, ProgramKind
@@ -170,7 +170,7 @@ def _common_inputs(
     return {
         "packed": deployment.array((shape.packed_size,), jnp.int32, whole),
         "previous": deployment.array((limits.num_previous(shape),), jnp.int32, whole),
-        "rank_ids": deployment.array((ranks,), jnp.uint32, PartitionSpec(ALL_RANKS)),
+        "rank_ids": deployment.array((ranks,), jnp.uint32, PartitionSpec(WORLD)),
     }
 
 

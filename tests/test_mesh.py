@@ -28,7 +28,9 @@ from dcpjax.mesh import (
     ALL_RANKS,
     DCP,
     LOGICAL_AXES,
+    PAGE_RANKS,
     TP,
+    WORLD,
     HeadLayout,
     decode_mesh,
     find_devices,
@@ -47,8 +49,8 @@ SHAPES = [(1, 1), (4, 1), (2, 2), (3, 3), (8, 2), (8, 4), (8, 8), (6, 3)]  # ran
 
 def ranks_of(mesh):
     """Device ids along ("tp", "dcp"): the devices are numbered by rank."""
-    ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    return ids if mesh.axis_names == (TP, DCP) else ids.T
+    (ids,) = np.vectorize(lambda device: device.id)(mesh.devices)
+    return ids if mesh.axis_names == WORLD else ids.T
 
 
 @pytest.mark.parametrize("ranks, dcp", SHAPES)
@@ -107,7 +109,7 @@ def test_padded_is_the_next_multiple(width, ranks, expected):
 
 def test_every_logical_axis_names_axes_of_the_mesh():
     for axes in LOGICAL_AXES.values():
-        assert axes is None or {axes} <= {TP, DCP} or axes == ALL_RANKS
+        assert axes is None or {axes} <= {TP, DCP} or axes in (ALL_RANKS, PAGE_RANKS)
     assert tuple(partition("embed", "q_heads", None)) == (None, ALL_RANKS, None)
 
 

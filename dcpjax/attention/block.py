@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,23 @@ from jax import Array
 from jaxtyping import Bool, Integer, Shaped
 
 from dcpjax.layout import window_rows, write_slots
+from dcpjax.mesh import DCP
 
 
 @dataclass(frozen=True)
 class TokenSharding:
-    """How the tokens of a sequence are spread over the pools of ``ranks`` ranks."""
+    """How the tokens of a sequence are spread over the pools of ``ranks`` ranks.
+
+    ``axes``: of the mesh, along which these ranks are counted, the slow one first. With
+    ``layer_ranks`` each PCP rank has all tokens, of its own layers alone.
+    """
 
     ranks: int
     interleave: int
     page_size: int
     scratch_page: int
+    axes: tuple[str, ...] = (DCP,)
+    layer_ranks: int = 1
 
     def splits(self, width: int) -> bool:
         """Whether any window of ``width`` tokens holds the same number of tokens of each rank."""
@@ -33,7 +41,7 @@ class TokenSharding:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["page_tables", "prior_lengths", "num_tokens", "own", "rank"],
+    data_fields=["page_tables", "prior_lengths", "num_tokens", "own", "rank", "layer_rank"],
     meta_fields=["width", "sharding"],
 )
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Block:
     """The segments of one block as one rank sees them.
 
     ``own`` lists, per segment, the token offsets that this rank keeps: width / ranks of them where
-    the width splits evenly, else all (and then ownership is a matter of masks).
+    the width splits evenly, else all (and then ownership is a matter of masks). ``layer_rank`` is
+    this rank among those that split the layers, if any do.
     """
 
     width: int
@@ -51,6 +60,7 @@ class Block:
     own: Integer[Array, "B S"]
     rank: Integer[Array, ""]
     sharding: TokenSharding
+    layer_rank: Integer[Array, ""] | None = None
 
     @property
     def rows(self) -> int:
@@ -139,6 +149,7 @@ def make_block(
     num_tokens: Integer[Array, " B"],
     rank: Integer[Array, ""],
     sharding: TokenSharding,
+    layer_rank: Integer[Array, ""] | None = None,
 ) -> Block:
     """A block seen by ``rank``."""
     if sharding.splits(width):
@@ -146,10 +157,22 @@ def make_block(
     else:
         offsets = jnp.arange(width, dtype=prior_lengths.dtype)
         own = jnp.broadcast_to(offsets, (page_tables.shape[0], width))
-    return Block(width, page_tables, prior_lengths, num_tokens, own, rank, sharding)
+    segments = (page_tables, prior_lengths, num_tokens)
+    return Block(width, *segments, own, rank, sharding, layer_rank)
 
 
-def split_blocks(tokens: Array, blocks: Sequence[Block]) -> list[Array]:
+@runtime_checkable
+class Rows(Protocol):
+    """What has tokens in rows of one width."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+
+def split_blocks(tokens: Array, blocks: Sequence[Rows]) -> list[Array]:
     """Values per token of all blocks [T, ...], cut into those of each block."""
     stops = list(accumulate(block.rows * block.width for block in blocks))
     return [tokens[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Float, Shaped
 
 from dcpjax.attention.block import Block
-from dcpjax.attention.merge import MERGES
+from dcpjax.attention.merge import MERGES, merge_summed
 from dcpjax.attention.segment import (
     MANY_QUERIES,
     segment_attention,
@@ -45,19 +45,33 @@ def decode_attention(
         own_k, own_v: keys and values of the tokens that this rank keeps, see ``Block.own``.
         pool: with the prior tokens; whether the block's own are already in does not matter.
     """
-    if block.sharding.ranks > 1 and not heads_gathered:
-        q = lax.all_gather(q, DCP, axis=1, tiled=True)
+    if not heads_gathered:
+        q = gather_heads(q, block)
     out, lse = attend_block(q, own_k, own_v, pool, layer, block, scale=scale, form=form)
     return merge_heads(out, lse, block, comm_backend)
+
+
+def gather_heads(q: Float[Array, "T h D"], block: Block) -> Float[Array, "T H D"]:
+    """The queries of all heads that the ranks which share the block's tokens have among them."""
+    if block.sharding.ranks == 1 or lax.axis_size(DCP) == 1:
+        return q
+    return lax.all_gather(q, DCP, axis=1, tiled=True)
 
 
 def merge_heads(
     out: Float[Array, "T H Dv"], lse: Float[Array, "T H"], block: Block, comm_backend: str
 ) -> Float[Array, "T h Dv"]:
-    """Partial results of the group's heads, merged over the DCP ranks: each gets its share."""
+    """Partial results of the group's heads, merged over the ranks that share the block's tokens.
+
+    Each DCP rank gets its share of the heads. PCP ranks among them have the same heads, and get the
+    same.
+    """
+    axes = block.sharding.axes
     if block.sharding.ranks == 1:
         return out
-    return MERGES[comm_backend](out, lse, DCP, scatter=1)
+    if axes == (DCP,):
+        return MERGES[comm_backend](out, lse, DCP, scatter=1)
+    return merge_summed(out, lse, axes, scattered=DCP, scatter=1)
 
 
 def write_block(

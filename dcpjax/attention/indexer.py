@@ -18,7 +18,6 @@ from dcpjax.attention.block import Block, TokenSharding
 from dcpjax.attention.ragged import Reads, row_of, set_row
 from dcpjax.cache.rows import PLAIN, RowFormat, read_pages
 from dcpjax.layout import active_mask, global_position, local_filled, local_index
-from dcpjax.mesh import DCP
 
 READ_TOKENS = 1024
 """Keys read and scored at a time."""
@@ -174,7 +173,7 @@ def _counted_over_ranks(best: _Best, block: Block, top_k: int) -> ChosenPlaces:
     """
     positions = _positions(best.indices, block.rank, block.sharding)
     packed = jnp.stack([best.scores, lax.bitcast_convert_type(positions, jnp.float32)])
-    gathered = lax.all_gather(packed, DCP, axis=3, tiled=True)
+    gathered = lax.all_gather(packed, block.sharding.axes, axis=3, tiled=True)
     scores, others = gathered[0], lax.bitcast_convert_type(gathered[1], jnp.int32)
     if scores.shape[-1] <= top_k:
         return ChosenPlaces(best.indices, _num_finite(best.scores))

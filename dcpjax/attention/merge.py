@@ -76,4 +76,24 @@ def merge_exchanged(
     return merge_partials(exchanged[..., :-1], exchanged[..., -1])[0]
 
 
+def merge_summed(
+    out: Float[Array, "... D"],
+    lse: Float[Array, "..."],
+    axes: tuple[str, ...],
+    *,
+    scattered: str,
+    scatter: int,
+) -> Float[Array, "... D"]:
+    """As :func:`merge_scattered` over several mesh axes, of which one keeps shares.
+
+    The ranks along the others all get the same. All-gather of lse, then a reduce-scatter over the
+    one axis and a sum over the others.
+    """
+    merged = merge_lses(lax.all_gather(lse, axes), 0)
+    share = weigh(out, lse, merged)
+    if lax.axis_size(scattered) > 1:
+        share = lax.psum_scatter(share, scattered, scatter_dimension=scatter, tiled=True)
+    return lax.psum(share, tuple(axis for axis in axes if axis != scattered))
+
+
 MERGES = {"ag_rs": merge_scattered, "a2a": merge_exchanged}

@@ -21,7 +21,6 @@ from dcpjax.cache.rows import read_pages
 from dcpjax.errors import ConfigError
 from dcpjax.form import StepForm, repeat
 from dcpjax.layout import global_position
-from dcpjax.mesh import DCP
 
 MAX_TOKENS = 2**24
 """Positions and counts are float32, which is exact so far."""
@@ -61,7 +60,7 @@ def choose_mask(
     scores = _scores(query, pool, layer, keys, form)
     gathered = scores
     if keys.sharding.ranks > 1:
-        gathered = lax.all_gather(scores, DCP, axis=2, tiled=True)
+        gathered = lax.all_gather(scores, keys.sharding.axes, axis=2, tiled=True)
     lowest = lowest_chosen(gathered, _positions(keys, gathered.shape[2]), query.top_k, form)
     if keys.sharding.ranks != tokens.sharding.ranks:
         scores = _own_places(scores, tokens)

@@ -2,8 +2,8 @@
 
 A pool is one array ``[pages, layers, heads, page_size, width]``, keys and values packed along the
 width; rows of other formats take other columns, see ``cache/rows.py``. The page axis is split over
-the ranks that share tokens, the head axis over the head groups. Every step takes it donated and
-returns it. The last page of each rank's share is its scratch page.
+the ranks that have pages of their own, the head axis over the head groups. Every step takes it
+donated and returns it. The last page of each rank's share is its scratch page.
 A page id names one page in the pool of every part.
 """
 
@@ -22,7 +22,7 @@ from jaxtyping import Float, Integer, Shaped
 from dcpjax.cache import widths
 from dcpjax.cache.parts import CachePart
 from dcpjax.cache.rows import PLAIN, RowFormat, write_rows
-from dcpjax.mesh import DCP, partition, sharding
+from dcpjax.mesh import PAGE_RANKS, axes_size, partition, sharding
 
 POOL_AXES = ("pages", None, "kv_heads", None, None)
 POOL_SPEC = partition(*POOL_AXES)
@@ -56,7 +56,7 @@ class PoolShape:
         return self.num_pages
 
     def array_shape(self, ranks: int) -> tuple[int, int, int, int, int]:
-        """Of the array over ``ranks`` ranks that share tokens."""
+        """Of the array over ``ranks`` ranks with pages of their own."""
         pages = ranks * (self.num_pages + 1)
         return (pages, self.num_layers, self.num_heads, *self.page_extent)
 
@@ -106,17 +106,25 @@ class PoolShapes:
 
 
 def part_shape(
-    part: CachePart, *, num_pages: int, num_heads: int, page_size: int, ranks: int, **stored: Any
+    part: CachePart,
+    *,
+    num_pages: int,
+    num_heads: int,
+    page_size: int,
+    ranks: int,
+    layer_ranks: int = 1,
+    **stored: Any,
 ) -> PoolShape:
     """The pool of one part.
 
     Args:
         page_size: tokens of a page that is one of ``ranks`` ranks' share of a virtual page.
+        layer_ranks: ranks that split the layers; all have room for as many as the first.
         stored: how values are stored, see :class:`PoolShape`.
     """
     return PoolShape(
         num_pages=num_pages,
-        num_layers=len(part.layers),
+        num_layers=len(part.layers) if part.is_replicated else -(-len(part.layers) // layer_ranks),
         num_heads=num_heads,
         page_size=page_size * ranks if part.is_replicated else page_size,
         width=part.width,
@@ -131,7 +139,7 @@ def allocate_pools(shapes: PoolShapes, mesh: Mesh) -> Pools:
 
 def allocate_pool(shape: PoolShape, mesh: Mesh) -> Array:
     """A pool of zeros on the devices of the mesh."""
-    make = partial(jnp.zeros, shape.array_shape(mesh.shape[DCP]), shape.storage_dtype)
+    make = partial(jnp.zeros, shape.array_shape(axes_size(mesh, PAGE_RANKS)), shape.storage_dtype)
     return jax.jit(make, out_shardings=sharding(mesh, *POOL_AXES))()
 
 

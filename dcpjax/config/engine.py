@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from dcpjax.config.checks import COUNT, FILLED, SEED, check_types
+from dcpjax.config.pcp_rules import check_pcp, check_without_pcp
 from dcpjax.config.speculative import SpeculativeConfig
 from dcpjax.config.transfer import KVTransferConfig
 from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
 
 DTypeName = Literal["auto", "float32", "bfloat16"]
 CommBackend = Literal["ag_rs", "a2a"]
-PrefillGather = Literal["none", "q"]
+PrefillGather = Literal["auto", "none", "q", "kv"]
+PrefillKV = Literal["auto", "replicated", "sharded", "layer_split"]
+Residency = Literal["replicated", "sharded", "layer_split"]
 LoadFormat = Literal["auto", "dummy"]
 IndexKV = Literal["sharded", "replicated"]
 Device = Literal["auto", "cpu", "gpu", "neuron"]
@@ -47,10 +50,18 @@ class EngineConfig:
         1, "ranks that share the weights, DCP ranks included", "-tp"
     )
     decode_context_parallel_size: int = _option(
-        1, "ranks that share the tokens of each sequence; divides the tensor parallel size", "-dcp"
+        1,
+        "ranks that share the tokens of each sequence; divides the tensor parallel size. With PCP: "
+        "1, the PCP size, or that times the tensor parallel size",
+        "-dcp",
     )
     prefill_context_parallel_size: int = _option(
-        1, "ranks that share the prompt's tokens; only 1 is there yet", "-pcp"
+        1, "ranks that share the computation of a prompt, each with all weights", "-pcp"
+    )
+    prefill_kv: PrefillKV = _option(
+        "auto",
+        "what PCP ranks keep: all of the cache, their share of the tokens (DCP over PCP ranks), or "
+        "their layers; auto: sharded with DCP, else replicated",
     )
     cp_kv_cache_interleave_size: int | None = _option(
         None,
@@ -61,7 +72,9 @@ class EngineConfig:
         "ag_rs", "exchange of partial attention: all-gather + reduce-scatter, or all-to-all"
     )
     prefill_gather: PrefillGather = _option(
-        "none", "none: each rank computes all tokens of a chunk; q: tokens split, queries gathered"
+        "auto",
+        "none: each rank computes all tokens of a chunk; q: tokens split, queries gathered; kv: "
+        "tokens split, the cache gathered (PCP with a sharded cache); auto: kv there, else none",
     )
     index_kv: IndexKV = _option(
         "sharded",
@@ -112,7 +125,9 @@ class EngineConfig:
 
     def _check_context_parallelism(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
-        if tp % dcp:
+        if self.prefill_context_parallel_size > 1:
+            check_pcp(self)
+        elif tp % dcp:
             raise MeshError(
                 "tensor_parallel_size is a multiple of decode_context_parallel_size",
                 tensor_parallel_size=tp,
@@ -124,23 +139,15 @@ class EngineConfig:
                 cp_kv_cache_interleave_size=self.interleave,
                 block_size=self.block_size,
             )
-        if self.dcp_comm_backend == "a2a" and dcp == 1:
-            raise UnsupportedCombination(
-                "dcp_comm_backend='a2a' exchanges between DCP ranks, so it needs "
-                "decode_context_parallel_size > 1",
-                decode_context_parallel_size=dcp,
-            )
-        if self.prefill_gather == "q" and dcp == 1:
-            raise UnsupportedCombination(
-                "prefill_gather='q' gathers over DCP ranks, so it needs "
-                "decode_context_parallel_size > 1",
-                decode_context_parallel_size=dcp,
-            )
-        if self.prefill_context_parallel_size != 1:
-            raise UnsupportedCombination(
-                "this version has no prefill context parallelism",
-                prefill_context_parallel_size=self.prefill_context_parallel_size,
-            )
+        for name, value in (("dcp_comm_backend", "a2a"), ("prefill_gather", "q")):
+            if getattr(self, name) == value and dcp == 1:
+                raise UnsupportedCombination(
+                    f"{name}={value!r} exchanges between DCP ranks, so it needs "
+                    "decode_context_parallel_size > 1",
+                    decode_context_parallel_size=dcp,
+                )
+        if self.prefill_context_parallel_size == 1:
+            check_without_pcp(self)
 
     def _check_prefill_order(self) -> None:
         transfer = self.kv_transfer_config
@@ -176,9 +183,34 @@ class EngineConfig:
         return self.speculative_config is not None and self.speculative_config.method == "mtp"
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine, a device each."""
+        return self.tensor_parallel_size * self.prefill_context_parallel_size
+
+    @property
+    def weight_dcp(self) -> int:
+        """DCP ranks among those that share the weights; the others are PCP ranks."""
+        pcp = self.prefill_context_parallel_size
+        return max(1, self.decode_context_parallel_size // pcp)
+
+    @property
     def head_groups(self) -> int:
         """G: ranks of the mesh axis "tp", each of which holds its own heads."""
-        return self.tensor_parallel_size // self.decode_context_parallel_size
+        return self.tensor_parallel_size // self.weight_dcp
+
+    @property
+    def page_ranks(self) -> int:
+        """Ranks of a head group that have pages of their own: other tokens or layers, or copies."""
+        return self.weight_dcp * self.prefill_context_parallel_size
+
+    @property
+    def residency(self) -> Residency | None:
+        """What PCP ranks keep of a sequence; None without PCP."""
+        if self.prefill_context_parallel_size == 1:
+            return None
+        if self.prefill_kv != "auto":
+            return self.prefill_kv
+        return "sharded" if self.decode_context_parallel_size > 1 else "replicated"
 
     @property
     def virtual_page_size(self) -> int:

@@ -25,7 +25,7 @@ from dcpjax.engine.plan import StepShapes
 from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.form import StepForm, form_for
 from dcpjax.layout import KVPlacement
-from dcpjax.mesh import HeadLayout
+from dcpjax.mesh import DCP, PAGE_RANKS, HeadLayout
 from dcpjax.models.experts import rank_experts
 from dcpjax.models.sharding import Sharding
 
@@ -57,6 +57,12 @@ class Blueprint:
         """How steps are written."""
         if self.platform == "neuron":
             self._check_neuron()
+        if self.config.residency is not None and self.platform == "neuron":
+            raise UnsupportedCombination(
+                "PCP has steps of the dynamic form alone, and Neuron compiles none",
+                prefill_context_parallel_size=self.config.prefill_context_parallel_size,
+                device=self.platform,
+            )
         return form_for(self.config.step_form, self.platform)
 
     def _check_neuron(self) -> None:
@@ -115,7 +121,7 @@ class Blueprint:
             self.model.num_heads,
             self.model.num_kv_heads,
             self.config.head_groups,
-            self.config.decode_context_parallel_size,
+            self.config.weight_dcp,
         )
 
     @property
@@ -124,14 +130,46 @@ class Blueprint:
         config = self.config
         if isinstance(self.model, GlmConfig):
             self._check_latent_model(self.model)
+        if config.residency is not None:
+            self._check_pcp_model()
         return Sharding(
             self.heads,
             config.dcp_comm_backend,
-            config.prefill_gather,
+            "q" if config.prefill_gather == "q" else "none",
             self.form,
             self.has_whole_index,
             **self._formats,
         )
+
+    def _check_pcp_model(self) -> None:
+        """Refuse what PCP ranks cannot do for a model."""
+        config, num_layers = self.config, self.model.num_layers
+        pcp = config.prefill_context_parallel_size
+        if config.residency == "layer_split" and pcp > num_layers:
+            raise UnsupportedCombination(
+                "prefill_kv='layer_split' gives each PCP rank a layer at least",
+                prefill_context_parallel_size=pcp,
+                num_layers=num_layers,
+            )
+        if config.weight_dcp > 1 and not isinstance(self.model, GlmConfig):
+            raise UnsupportedCombination(
+                "tokens are spread over PCP and tensor parallel ranks only where all heads share "
+                "one latent; else decode_context_parallel_size is 1 or the PCP size",
+                decode_context_parallel_size=config.decode_context_parallel_size,
+                prefill_context_parallel_size=pcp,
+                architecture=self.model.architecture,
+            )
+        is_cut = config.residency == "sharded" and config.interleave != config.block_size
+        for part in self.parts:
+            rows, _ = self.row_format(part).page_extent(config.block_size, part.width)
+            if is_cut and rows != config.block_size and not part.is_replicated:
+                raise UnsupportedCombination(
+                    "scaled indexer keys are gathered as whole pages, so with PCP "
+                    "cp_kv_cache_interleave_size is block_size",
+                    kv_cache_dtype=config.kv_cache_dtype,
+                    cp_kv_cache_interleave_size=config.interleave,
+                    block_size=config.block_size,
+                )
 
     def _check_latent_model(self, model: GlmConfig) -> None:
         """Refuse what a model with a latent cache cannot do, and experts that come out uneven."""
@@ -193,6 +231,7 @@ class Blueprint:
                 num_heads=heads,
                 page_size=self.config.block_size,
                 ranks=self.config.decode_context_parallel_size,
+                layer_ranks=self._layer_ranks,
                 dtype=self.kv_dtype,
                 is_native=self.form.native_pools,
                 row_format=self.row_format(part),
@@ -208,7 +247,15 @@ class Blueprint:
             interleave=self.config.interleave,
             page_size=self.config.block_size,
             scratch_page=pools.scratch_page,
+            axes=PAGE_RANKS if self.config.residency == "sharded" else (DCP,),
+            layer_ranks=self._layer_ranks,
         )
+
+    @property
+    def _layer_ranks(self) -> int:
+        """PCP ranks that split the layers of the cache."""
+        is_split = self.config.residency == "layer_split"
+        return self.config.prefill_context_parallel_size if is_split else 1
 
     @property
     def step_shapes(self) -> StepShapes:
@@ -248,7 +295,10 @@ class Blueprint:
     def table_widths(self) -> tuple[int, ...]:
         """Pages of the page tables that steps are compiled for, ascending."""
         longest = self.max_model_len
-        contexts = context_buckets(longest) if self.form.several_contexts else (longest,)
+        # What is gathered for a prompt is as long as its page table.
+        is_gathered = self.config.residency in ("sharded", "layer_split")
+        has_several = self.form.several_contexts or is_gathered
+        contexts = context_buckets(longest) if has_several else (longest,)
         pages = (-(-tokens // self.config.virtual_page_size) for tokens in contexts)
         return tuple(sorted(set(pages)))
 
@@ -288,21 +338,27 @@ class Blueprint:
         return {part.name: self._placement(part) for part in self.parts}
 
     def _placement(self, part: CachePart) -> KVPlacement:
-        ranks = self.config.tensor_parallel_size
+        config = self.config
         size = {"layers": len(part.layers), "kv_heads": part.kv_heads}
+        tp, dcp = config.tensor_parallel_size, config.decode_context_parallel_size
+        pcp = config.prefill_context_parallel_size
         if part.is_replicated:  # as without DCP, in pages as long as all ranks' together
-            return KVPlacement.tensor_parallel(
-                ranks, **size, page_size=self.config.virtual_page_size
+            return KVPlacement.pcp_dcp(
+                tp,
+                pcp,
+                1,
+                **size,
+                page_size=config.virtual_page_size,
+                interleave=config.virtual_page_size,
             )
-        is_prefill_order = self.config.apply_prefill_dcp
-        make = KVPlacement.prefill_dcp if is_prefill_order else KVPlacement.decode
-        return make(
-            ranks,
-            self.config.decode_context_parallel_size,
-            **size,
-            page_size=self.config.block_size,
-            interleave=self.config.interleave,
-        )
+        size["page_size"] = config.block_size
+        if config.residency == "layer_split":
+            return KVPlacement.layer_split(pcp, tp=tp, **size)
+        size["interleave"] = config.interleave
+        if config.residency is not None:
+            return KVPlacement.pcp_dcp(tp, pcp, dcp, **size)
+        make = KVPlacement.prefill_dcp if config.apply_prefill_dcp else KVPlacement.decode
+        return make(tp, dcp, **size)
 
 
 def decode_buckets(least: int, most: int) -> tuple[int, ...]:
@@ -317,9 +373,11 @@ def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
     """(rows, width) of the prompt blocks: one long chunk, a short one, several short ones.
 
     Widths are multiples of ranks · interleave, so that every window holds as many tokens of each
-    rank.
+    rank; with PCP, of two chunks for each rank.
     """
     cycle = config.decode_context_parallel_size * config.interleave
+    if config.residency is not None:  # two chunks for each rank, whoever keeps the tokens
+        cycle = 2 * config.prefill_context_parallel_size
 
     def whole(width: int) -> int:
         return max(cycle, width // cycle * cycle)

@@ -17,8 +17,15 @@ from dcpjax.attention.block import Block, TokenSharding, make_block
 from dcpjax.attention.chosen import Choice
 from dcpjax.cache.pool import POOL_SPEC, Pools
 from dcpjax.config import SpeculativeConfig
-from dcpjax.engine.step import SAMPLED, StepShape, make_blocks, most_likely, token_ids
-from dcpjax.mesh import ALL_RANKS
+from dcpjax.engine.step import (
+    SAMPLED,
+    RankPlace,
+    StepShape,
+    make_blocks,
+    most_likely,
+    token_ids,
+)
+from dcpjax.mesh import WORLD
 from dcpjax.models.glm import Glm
 from dcpjax.models.weights import PlacedModel
 from dcpjax.speculation import emitted, num_accepted, num_accepted_synthetically
@@ -57,7 +64,7 @@ def make_draft_step(
     def on_rank(parameters, pools, packed, previous, hidden, sampled, seeds, counters, rank_ids):
         decoder = model.merge(parameters)
         assert isinstance(decoder, Glm), "only latent-cache models have a draft layer"
-        rank = rank_ids[0].astype(jnp.int32)
+        rank = RankPlace.of(rank_ids[0], sharding).weights.astype(jnp.int32)
         inputs = shape.views(packed)
         tokens = token_ids(shape, inputs, previous.reshape(max_rows, -1))
         mean = speculation.synthetic_acceptance_length
@@ -78,7 +85,7 @@ def make_draft_step(
     return jax.shard_map(
         on_rank,
         mesh=mesh,
-        in_specs=(model.partitions, POOL_SPEC, *(whole,) * 6, PartitionSpec(ALL_RANKS)),
+        in_specs=(model.partitions, POOL_SPEC, *(whole,) * 6, PartitionSpec(WORLD)),
         out_specs=(POOL_SPEC, whole),
         check_vma=False,  # drafts are equal on all ranks after sums, which JAX cannot tell
     )

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from dcpjax.cache.pool import PoolShapes
 from dcpjax.cache.prefix import PagePool
@@ -36,7 +37,7 @@ from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import EngineDeadError, RequestError
 from dcpjax.layout import KVPlacement
-from dcpjax.mesh import decode_mesh, find_devices, prefill_mesh
+from dcpjax.mesh import decode_mesh, find_devices, pcp_mesh, prefill_mesh
 from dcpjax.models.checkpoint import Checkpoint, fingerprint
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
 from dcpjax.transfer.backend import TransferBackend
@@ -59,11 +60,10 @@ class Engine:
             checkpoint = random_weights(checkpoint, config.seed)
         keep_compiled_programs()
         platform = None if config.device == "auto" else config.device
-        devices = find_devices(config.tensor_parallel_size, platform)
+        devices = find_devices(config.num_ranks, platform)
         if devices[0].platform == "neuron":
             check_process(os.environ)
-        make_mesh = prefill_mesh if config.apply_prefill_dcp else decode_mesh
-        self._mesh = make_mesh(devices, config.decode_context_parallel_size)
+        self._mesh = _make_mesh(devices, config)
         self.blueprint = Blueprint(
             config, self.model_config, devices[0].platform, checkpoint.dtype, _fp8(devices[0])
         )
@@ -381,3 +381,11 @@ def _refuse_transfer(params: Mapping[str, Any] | None) -> None:
             "an engine without --kv-transfer-config neither sends nor loads KV",
             param="kv_transfer_params",
         )
+
+
+def _make_mesh(devices: list[jax.Device], config: EngineConfig) -> Mesh:
+    if config.apply_prefill_dcp:
+        return prefill_mesh(devices, config.decode_context_parallel_size)
+    if config.residency is not None:
+        return pcp_mesh(devices, config.prefill_context_parallel_size, config.weight_dcp)
+    return decode_mesh(devices, config.decode_context_parallel_size)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dcpjax.cache.page_moves import gather_pages, scatter_pages
 from dcpjax.cache.pool import POOL_SPEC, PoolShape
 from dcpjax.engine.kv_parts import rank_memory
-from dcpjax.mesh import DCP
+from dcpjax.mesh import PAGE_RANKS, axes_size
 from dcpjax.transfer.memory import RankMemory
 
 MOVED_PAGES = 16
@@ -33,9 +33,9 @@ class PoolMirror:
         self._devices = list(mesh.devices.flat)
         self._spec = NamedSharding(mesh, POOL_SPEC)
         self._whole = NamedSharding(mesh, PartitionSpec())
-        array = pool.array_shape(mesh.shape[DCP])
+        array = pool.array_shape(axes_size(mesh, PAGE_RANKS))
         self._share = self._spec.shard_shape(array)
-        self._moved = (mesh.shape[DCP] * MOVED_PAGES, *array[1:])
+        self._moved = (axes_size(mesh, PAGE_RANKS) * MOVED_PAGES, *array[1:])
         self._ranks = [np.empty(self._share, pool.storage_dtype) for _ in self._devices]
         self._gather, self._scatter = self._compile(array)
 

@@ -35,7 +35,7 @@ from dcpjax.engine.step import StepResult, StepShape, fetch_logits, gather_logit
 from dcpjax.engine.verification import Verifier
 from dcpjax.errors import AuditError
 from dcpjax.form import DYNAMIC, StepForm
-from dcpjax.mesh import ALL_RANKS
+from dcpjax.mesh import WORLD
 from dcpjax.models.weights import PlacedModel
 from dcpjax.transfer.memory import RankMemory
 
@@ -106,7 +106,7 @@ class Runner:
         self._yields_hidden = drafter is not None
         self._rank_ids = jax.device_put(
             np.arange(mesh.size, dtype=np.uint32),
-            jax.sharding.NamedSharding(mesh, PartitionSpec(ALL_RANKS)),
+            jax.sharding.NamedSharding(mesh, PartitionSpec(WORLD)),
         )
         self._steps: dict[StepShape, Callable] = {}
         self._sampler = Sampler(

@@ -16,9 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Integer
 
 from dcpjax.attention.block import Block, TokenSharding, make_block
+from dcpjax.attention.paired import PairedBlock, pair_block
+from dcpjax.attention.views import AnyBlock, gather_rows
 from dcpjax.cache.pool import POOL_SPEC, Pools
 from dcpjax.layout import decode_dcp_rank
-from dcpjax.mesh import ALL_RANKS
+from dcpjax.mesh import ALL_RANKS, DCP, PAGE_RANKS, PCP, WORLD
 from dcpjax.models.weights import PlacedModel
 
 _NO_ID = float(2**24)  # above every token id
@@ -140,28 +142,54 @@ def make_step(
     def on_rank(parameters, pools, packed, previous, rank_ids):
         decoder = model.merge(parameters)
         inputs = shape.views(packed)
-        rank = rank_ids[0]
-        blocks = make_blocks(shape, inputs, decode_dcp_rank(rank, sharding.ranks), sharding)
+        place = RankPlace.of(rank_ids[0], sharding)
+        blocks = make_blocks(shape, inputs, place.tokens, sharding, place.pcp)
         tokens = token_ids(shape, inputs, previous.reshape(max_rows, -1))
-        hidden, pools = decoder.hidden_states(tokens, blocks, pools, rank.astype(jnp.int32))
-        last = jnp.take(hidden, _output_tokens(shape, inputs), axis=0, mode="clip")
-        logits = decoder.logits(last)
-        best = most_likely(logits, rank.astype(jnp.int32), vocab_size)
+        blocks, tokens = split_prompts(shape, blocks, tokens, place.pcp)
+        rank = place.weights.astype(jnp.int32)
+        hidden, pools = decoder.hidden_states(tokens, blocks, pools, rank)
+        logits = decoder.logits(_output_states(shape, inputs, blocks, hidden))
+        best = most_likely(logits, rank, vocab_size)
         best = jnp.pad(best, (0, max_outputs - shape.num_outputs))
-        return (pools, best, logits, hidden) if yields_hidden else (pools, best, logits)
+        if not yields_hidden:
+            return pools, best, logits
+        return pools, best, logits, jnp.concatenate(gather_rows(blocks, hidden))
 
     whole = PartitionSpec()
     return jax.shard_map(
         on_rank,
         mesh=mesh,
-        in_specs=(model.partitions, POOL_SPEC, whole, whole, PartitionSpec(ALL_RANKS)),
+        in_specs=(model.partitions, POOL_SPEC, whole, whole, PartitionSpec(WORLD)),
         out_specs=(*STEP_OUTPUTS, HIDDEN_OUTPUT) if yields_hidden else STEP_OUTPUTS,
         check_vma=False,  # an all-gather makes values equal on all ranks, which JAX cannot tell
     )
 
 
+class RankPlace(NamedTuple):
+    """A rank's place among those that share the weights, the tokens of prompts, and pages."""
+
+    weights: Integer[Array, ""]
+    pcp: Integer[Array, ""]
+    tokens: Integer[Array, ""]
+
+    @classmethod
+    def of(cls, rank: Integer[Array, ""], sharding: TokenSharding) -> "RankPlace":
+        """Of a rank of the mesh, inside ``shard_map``: see ``mesh.pcp_mesh``."""
+        weight_ranks = lax.axis_size(ALL_RANKS)
+        weights, pcp = rank % weight_ranks, rank // weight_ranks
+        dcp = lax.axis_size(DCP)
+        tokens = decode_dcp_rank(weights, dcp)
+        if sharding.axes == PAGE_RANKS:
+            return cls(weights, pcp, tokens * lax.axis_size(PCP) + pcp)
+        return cls(weights, pcp, tokens)
+
+
 def make_blocks(
-    shape: StepShape, inputs: dict[str, Array], rank: Array, sharding: TokenSharding
+    shape: StepShape,
+    inputs: dict[str, Array],
+    rank: Array,
+    sharding: TokenSharding,
+    pcp_rank: Array | None = None,
 ) -> tuple[Block, ...]:
     """The decode and the prompt block; lengths as uint32: division without sign handling."""
     decode_rows = shape.decode_rows
@@ -174,10 +202,25 @@ def make_blocks(
             inputs["num_tokens"][start:stop].astype(jnp.uint32),
             rank,
             sharding,
+            pcp_rank if sharding.layer_ranks > 1 else None,
         )
         for width, start, stop in parts
         if stop > start
     )
+
+
+def split_prompts(
+    shape: StepShape, blocks: tuple[Block, ...], tokens: Integer[Array, " T"], pcp_rank: Array
+) -> tuple[tuple[AnyBlock, ...], Integer[Array, " t"]]:
+    """The blocks and tokens that this rank computes: of prompts its chunks, with PCP."""
+    ranks = lax.axis_size(PCP)
+    if ranks == 1 or not shape.prefill_rows:
+        return blocks, tokens
+    *decode, prompts = blocks
+    paired = pair_block(prompts, ranks, pcp_rank)
+    num_decode = shape.num_decode_tokens
+    own = paired.take_chunks(tokens[num_decode:])
+    return (*decode, paired), jnp.concatenate([tokens[:num_decode], own])
 
 
 def token_ids(
@@ -192,14 +235,21 @@ def token_ids(
     return jnp.concatenate([decode.reshape(-1), ids[shape.num_decode_tokens :]])
 
 
-def _output_tokens(shape: StepShape, inputs: dict[str, Array]) -> Integer[Array, " outputs"]:
-    """Index among all tokens of each one that has an output: of a chunk the last real one."""
+def _output_states(
+    shape: StepShape, inputs: dict[str, Array], blocks: tuple[AnyBlock, ...], hidden: Array
+) -> Float[Array, "outputs E"]:
+    """The states of all tokens that have an output: of a chunk the last real one."""
+    prompts = blocks[-1]
+    if isinstance(prompts, PairedBlock):
+        num_decode = shape.num_decode_tokens
+        return jnp.concatenate([hidden[:num_decode], prompts.take_last(hidden[num_decode:])])
     decode = jnp.arange(shape.num_decode_tokens, dtype=jnp.int32)
     counts = inputs["num_tokens"][shape.decode_rows :]
     starts = shape.num_decode_tokens + shape.prefill_width * jnp.arange(
         shape.prefill_rows, dtype=jnp.int32
     )
-    return jnp.concatenate([decode, starts + jnp.maximum(counts - 1, 0)])
+    last = jnp.concatenate([decode, starts + jnp.maximum(counts - 1, 0)])
+    return jnp.take(hidden, last, axis=0, mode="clip")
 
 
 def most_likely(logits: Float[Array, "R v"], rank: Array, vocab_size: int) -> Integer[Array, " R"]:

@@ -12,6 +12,7 @@ from dcpjax.layout.domain import (
     check_below,
     check_not_negative,
     in_type_of,
+    maximum,
     minimum,
     static_count,
 )
@@ -34,10 +35,34 @@ def zigzag_chunks(
     ranks = static_count("ranks", ranks)
     check_not_negative("num_tokens", num_tokens)
     check_below("rank", rank, "ranks", ranks)
-    size = (num_tokens + 2 * ranks - 1) // (2 * ranks)
+    size = zigzag_size(num_tokens, ranks)
 
     def chunk(number: Integers) -> TokenRange:
         number = in_type_of(num_tokens, number)
         return minimum(number * size, num_tokens), minimum((number + 1) * size, num_tokens)
 
     return chunk(rank), chunk(2 * ranks - 1 - rank)
+
+
+def zigzag_size(num_tokens: Integers, ranks: int) -> Integers:
+    """Tokens of each chunk but the last ones: ``ceil(num_tokens / (2 * ranks))``."""
+    return (num_tokens + 2 * ranks - 1) // (2 * ranks)
+
+
+def zigzag_place(
+    token: Integers, num_tokens: Integers, ranks: int
+) -> tuple[Integers, Integers, Integers]:
+    """Where one of ``num_tokens`` tokens is computed, the inverse of :func:`zigzag_chunks`.
+
+    Returns:
+        the rank; 0 if it is in its early chunk, 1 in its late one; the place in this chunk. Of a
+        token past the end, any place.
+
+    Raises:
+        LayoutError: a count or the token is out of range.
+    """
+    ranks = static_count("ranks", ranks)
+    check_not_negative("token", token)
+    size = maximum(zigzag_size(num_tokens, ranks), 1)  # of nothing, too, the arithmetic is defined
+    chunk = minimum(token // size, 2 * ranks - 1)
+    return minimum(chunk, 2 * ranks - 1 - chunk), chunk // ranks, token % size

@@ -152,13 +152,21 @@ class KVPlacement:
 
     @classmethod
     def layer_split(
-        cls, ranks: int, *, layers: int, kv_heads: int, page_size: int
+        cls, ranks: int, *, layers: int, kv_heads: int, page_size: int, tp: int = 1
     ) -> "KVPlacement":
-        """Every rank holds all tokens and all heads of its own layers."""
-        ranks = static_count("ranks", ranks)
+        """Every rank holds all tokens of its own layers.
+
+        All heads of them, or with ``tp`` ranks for each of the ``ranks`` ranges of layers, its
+        head group: rank = layer rank · tp + tp rank.
+        """
+        ranks, tp = static_count("ranks", ranks), static_count("tp", tp)
         shares = tuple(
-            _share(layer_range(layers, ranks, rank), (0, kv_heads), (1, 0, page_size))
-            for rank in range(ranks)
+            _share(
+                layer_range(layers, ranks, rank // tp),
+                head_group(tp, 1, kv_heads, rank % tp),
+                (1, 0, page_size),
+            )
+            for rank in range(ranks * tp)
         )
         return cls(layers, kv_heads, page_size, shares)
 

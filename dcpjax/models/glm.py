@@ -6,13 +6,20 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Integer
 
-from dcpjax.attention.block import Block
 from dcpjax.attention.chosen import Choice
+from dcpjax.attention.views import AnyBlock, gather_prior
+from dcpjax.cache.parts import INDEXER, LATENT
 from dcpjax.cache.pool import Pools
 from dcpjax.config import GlmConfig
 from dcpjax.mesh import padded
 from dcpjax.models.glm_layer import GlmLayer, run_layer
-from dcpjax.models.latent_attention import CacheNames, Place, latent_angles
+from dcpjax.models.latent_attention import (
+    CacheNames,
+    Place,
+    Priors,
+    latent_angles,
+    stored_parts,
+)
 from dcpjax.models.layers import Embedding, RMSNorm
 from dcpjax.models.mtp import Draft
 from dcpjax.models.sharding import Sharding
@@ -38,7 +45,7 @@ class Glm(nnx.Module):
     def hidden_states(
         self,
         tokens: Integer[Array, " T"],
-        blocks: tuple[Block, ...],
+        blocks: tuple[AnyBlock, ...],
         pools: Pools,
         rank: Integer[Array, ""],
     ) -> tuple[Float[Array, "T E"], Pools]:
@@ -48,14 +55,38 @@ class Glm(nnx.Module):
         angles = latent_angles(positions, self.config)
         names = CacheNames(has_whole_keys=self.sharding.has_whole_index)
         choices: tuple[Choice, ...] = ()
-        num_choosing = 0
+        priors = self._priors(0, blocks, pools, names)
         for number, layer in enumerate(self.layers):
-            place = Place(jnp.int32(number), jnp.int32(num_choosing))
-            num_choosing += self.config.has_indexer(number)
             x, pools, choices = run_layer(
-                layer, x, angles, blocks, pools, place, choices, rank, names=names
+                layer,
+                x,
+                angles,
+                blocks,
+                pools,
+                self._place(number),
+                choices,
+                rank,
+                priors,
+                names=names,
             )
+            priors = self._priors(number + 1, blocks, pools, names)
         return x, pools
+
+    def _place(self, number: int) -> Place:
+        num_choosing = sum(map(self.config.has_indexer, range(number)))
+        return Place(jnp.int32(number), jnp.int32(num_choosing))
+
+    def _priors(
+        self, number: int, blocks: tuple[AnyBlock, ...], pools: Pools, names: CacheNames
+    ) -> Priors:
+        """What a layer reads besides the pools, by part; behind the last layer nothing."""
+        if number == len(self.layers):
+            return {}
+        place, (latents, keys) = self._place(number), stored_parts(self.config, self.sharding)
+        priors = {LATENT: gather_prior(pools[LATENT], place.latent, blocks, latents)}
+        if self.config.has_indexer(number) and not names.has_whole_keys:
+            priors[INDEXER] = gather_prior(pools[INDEXER], place.indexer, blocks, keys)
+        return priors
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:
         """This rank's share of the vocabulary's logits, float32."""

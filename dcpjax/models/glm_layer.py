@@ -9,13 +9,13 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from dcpjax.attention.block import Block
 from dcpjax.attention.chosen import Choice
+from dcpjax.attention.views import AnyBlock
 from dcpjax.cache.pool import Pools
 from dcpjax.config import GlmConfig
 from dcpjax.mesh import padded
 from dcpjax.models.experts import Experts
-from dcpjax.models.latent_attention import CacheNames, LatentAttention, Place
+from dcpjax.models.latent_attention import CacheNames, LatentAttention, Place, Priors
 from dcpjax.models.layers import MLP, RMSNorm
 from dcpjax.models.rope import Angles
 from dcpjax.models.sharding import Sharding
@@ -43,16 +43,17 @@ class GlmLayer(nnx.Module):
         self,
         x: Float[Array, "T E"],
         angles: Angles,
-        blocks: tuple[Block, ...],
+        blocks: tuple[AnyBlock, ...],
         pools: Pools,
         place: Place,
         choices: tuple[Choice, ...],
         rank: Array,
         names: CacheNames,
         chooses: bool = True,
+        priors: Priors | None = None,
     ) -> tuple[Float[Array, "T E"], Pools, tuple[Choice, ...]]:
         attended, pools, choices = self.attention(
-            self.attention_norm(x), angles, blocks, pools, place, choices, names, chooses
+            self.attention_norm(x), angles, blocks, pools, place, choices, names, chooses, priors
         )
         x = x + attended
         inner = self.mlp_norm(x)
@@ -67,14 +68,15 @@ def run_layer(
     layer: GlmLayer,
     x: Array,
     angles: Angles,
-    blocks: tuple[Block, ...],
+    blocks: tuple[AnyBlock, ...],
     pools: Pools,
     place: Place,
     choices: tuple[Choice, ...],
     rank: Array,
+    priors: Priors | None = None,
     *,
     names: CacheNames,
     chooses: bool = True,
 ) -> tuple[Array, Pools, tuple[Choice, ...]]:
     """One layer. Jitted so that layers of one kind share one trace; XLA sees them unrolled."""
-    return layer(x, angles, blocks, pools, place, choices, rank, names, chooses)
+    return layer(x, angles, blocks, pools, place, choices, rank, names, chooses, priors)

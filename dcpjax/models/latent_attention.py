@@ -8,26 +8,38 @@ With an indexer, a query attends to chosen tokens alone.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Integer, Shaped
 
-from dcpjax.attention.block import Block, split_blocks
+from dcpjax.attention.block import split_blocks
 from dcpjax.attention.chosen import Choice, attend_chosen, choose
-from dcpjax.attention.decode import decode_attention, merge_heads, write_block
+from dcpjax.attention.decode import decode_attention, gather_heads, merge_heads
 from dcpjax.attention.indexer import Query
+from dcpjax.attention.views import (
+    AnyBlock,
+    Prior,
+    Stored,
+    View,
+    gather_rows,
+    view_blocks,
+    write_blocks,
+)
 from dcpjax.cache.parts import INDEXER, LATENT
 from dcpjax.cache.pool import Pools
-from dcpjax.cache.rows import RowFormat
 from dcpjax.config import GlmConfig
-from dcpjax.mesh import DCP
 from dcpjax.models.layers import LayerNorm, RMSNorm, matmul, parameter, sum_ranks
 from dcpjax.models.rope import Angles, rope_angles, rotate, yarn_frequencies, yarn_scale
 from dcpjax.models.sharding import Sharding
 
 _LATENT_EPS = 1e-6  # of the norms inside MLA, whatever the model's own is
+
+
+Priors = dict[str, Prior]
+"""Copies of a layer's prior tokens, by cache part."""
 
 
 class Place(NamedTuple):
@@ -101,45 +113,58 @@ class LatentAttention(nnx.Module):
         self.has_indexer, self.is_sparse = has_indexer, config.indexer is not None
         self.nope, self.latent, self.scale = nope, latent, config.softmax_scale
         self.sharding, self.form = sharding, sharding.form
+        self.latents, self.keys = stored_parts(config, sharding)
 
     def __call__(
         self,
         x: Float[Array, "T E"],
         angles: Angles,
-        blocks: tuple[Block, ...],
+        blocks: tuple[AnyBlock, ...],
         pools: Pools,
         place: Place,
         choices: tuple[Choice, ...],
         names: CacheNames,
         chooses: bool = True,
+        priors: Priors | None = None,
     ) -> tuple[Float[Array, "T E"], Pools, tuple[Choice, ...]]:
         """Project, write everything into the pools, choose, then attend.
 
         Args:
             choices: of the last layer before that chose; returned if this one does not.
             chooses: whether this one does, if it has an indexer.
+            priors: copies of the layer's prior tokens for blocks that need them, by part.
         """
         q_latent = self.q_a_norm(matmul(x, self.q_a[...]))
-        rows = self._latent_rows(x, angles)
-        pools = dict(pools)
-        pools[names.latent] = _write(
-            pools[names.latent], place.latent, blocks, rows, self.sharding.latent_format
+        rows, priors = self._latent_rows(x, angles), priors or {}
+        pool, views = _write(
+            pools[names.latent],
+            place.latent,
+            blocks,
+            rows,
+            priors.get(names.latent, ()),
+            self.latents,
         )
+        pools = {**pools, names.latent: pool}
         if self.has_indexer and chooses:
-            pools, choices = self._choose(x, q_latent, angles, blocks, pools, place, names)
-        queries = split_blocks(self._queries(q_latent, angles), blocks)
-        pool, own = pools[names.latent], split_blocks(rows, blocks)
+            keys = self.indexer.keys(x, angles)
+            key_blocks = tuple(b.whole() for b in blocks) if names.has_whole_keys else blocks
+            pool, key_views = _write(
+                pools[names.indexer],
+                place.indexer,
+                key_blocks,
+                keys,
+                priors.get(names.indexer, ()),
+                self.keys,
+            )
+            pools = {**pools, names.indexer: pool}
+            queries = self.indexer.queries(x, q_latent, angles)
+            choices = self._choose(queries, blocks, key_views, views)
+        queries, own = (split_blocks(y, blocks) for y in (self._queries(q_latent, angles), rows))
         if self.is_sparse:
-            outs = [
-                self._attend_chosen(*each, pool, place.latent)
-                for each in zip(queries, blocks, choices, strict=True)
-            ]
+            outs = map(self._attend_chosen, queries, views, choices)
         else:
-            outs = [
-                self._attend_all(*each, pool, place.latent)
-                for each in zip(queries, own, blocks, strict=True)
-            ]
-        return self._project(jnp.concatenate(outs).astype(x.dtype)), pools, choices
+            outs = map(self._attend_all, queries, views, own)
+        return self._project(jnp.concatenate(list(outs)).astype(x.dtype)), pools, choices
 
     def _latent_rows(self, x: Array, angles: Angles) -> Float[Array, "T 1 W"]:
         """What is cached of each token: the normalised latent, and the rotated key."""
@@ -154,63 +179,50 @@ class LatentAttention(nnx.Module):
 
     def _choose(
         self,
-        x: Array,
-        q_latent: Array,
-        angles: Angles,
-        blocks: tuple[Block, ...],
-        pools: Pools,
-        place: Place,
-        names: CacheNames,
-    ) -> tuple[Pools, tuple[Choice, ...]]:
-        """Write the indexer's keys, then choose for each block."""
-        key_blocks = tuple(b.whole() for b in blocks) if names.has_whole_keys else blocks
-        keys = self.indexer.keys(x, angles)
-        stored = self.sharding.index_format
-        pool = _write(pools[names.indexer], place.indexer, key_blocks, keys, stored)
-        q, weights = self.indexer.queries(x, q_latent, angles)
-        scale, top_k = q.shape[-1] ** -0.5, self.indexer.top_k
-        asked = zip(
-            split_blocks(q, blocks), split_blocks(weights, blocks), key_blocks, blocks, strict=True
-        )
-        choices = tuple(
-            choose(Query(q, w, scale, top_k, stored), pool, place.indexer, keys, tokens, self.form)
-            for q, w, keys, tokens in asked
-        )
-        return {**pools, names.indexer: pool}, choices
+        queries: tuple[Array, Array],
+        blocks: tuple[AnyBlock, ...],
+        keys: tuple[View, ...],
+        tokens: tuple[View, ...],
+    ) -> tuple[Choice, ...]:
+        """Choose for each block: of the tokens in ``tokens``, by their keys in ``keys``."""
+        q, weights = (split_blocks(part, blocks) for part in queries)
+        scale, top_k = q[0].shape[-1] ** -0.5, self.indexer.top_k
 
-    def _attend_all(
-        self, q: Array, rows: Array, block: Block, pool: Array, layer: Array
-    ) -> Float[Array, "T h R"]:
-        own = block.take_own(rows)
-        return decode_attention(
+        def choose_one(q: Array, weights: Array, keys: View, tokens: View) -> Choice:
+            query = Query(q, weights, scale, top_k, self.keys.row_format)
+            choice = choose(query, keys.pool, keys.layer, keys.block, tokens.block, self.form)
+            return jax.tree.map(keys.from_owner, choice)
+
+        return tuple(map(choose_one, q, weights, keys, tokens))
+
+    def _attend_all(self, q: Array, view: View, rows: Array) -> Float[Array, "T h R"]:
+        own = view.block.take_own(rows)
+        out = decode_attention(
             q,
             own,
             own[..., : self.latent],
-            pool,
-            layer,
-            block,
+            view.pool,
+            view.layer,
+            view.block,
             scale=self.scale,
             comm_backend=self.sharding.comm_backend,
             form=self.sharding.form,
         )
+        return view.from_owner(out)
 
-    def _attend_chosen(
-        self, q: Array, block: Block, choice: Choice, pool: Array, layer: Array
-    ) -> Float[Array, "T h R"]:
-        if block.sharding.ranks > 1:
-            q = lax.all_gather(q, DCP, axis=1, tiled=True)
+    def _attend_chosen(self, q: Array, view: View, choice: Choice) -> Float[Array, "T h R"]:
         out, lse = attend_chosen(
-            q,
-            pool,
-            layer,
-            block,
+            gather_heads(q, view.block),
+            view.pool,
+            view.layer,
+            view.block,
             choice,
             value_width=self.latent,
             scale=self.scale,
             form=self.form,
-            row_format=self.sharding.latent_format,
+            row_format=self.latents.row_format,
         )
-        return merge_heads(out, lse, block, self.sharding.comm_backend)
+        return view.from_owner(merge_heads(out, lse, view.block, self.sharding.comm_backend))
 
     def _project(self, latents: Float[Array, "T h R"]) -> Float[Array, "T E"]:
         """What the heads found, as values, through the output projection; whole on every rank."""
@@ -227,12 +239,26 @@ def _by_head(x: Float[Array, "T h A"], weight: Float[Array, "h A B"]) -> Float[A
 
 
 def _write(
-    pool: Array, layer: Array, blocks: tuple[Block, ...], rows: Array, row_format: RowFormat
-) -> Array:
-    """The pool of a part with the rows of all blocks in one layer."""
-    for block, own in zip(blocks, split_blocks(rows, blocks), strict=True):
-        pool = write_block(pool, layer, block, block.take_own(own), row_format)
-    return pool
+    pool: Array,
+    layer: Array,
+    blocks: tuple[AnyBlock, ...],
+    rows: Array,
+    prior: Prior,
+    stored: Stored,
+) -> tuple[Array, tuple[View, ...]]:
+    """The pool of a part with the rows of all blocks in one layer, and what their queries read."""
+    gathered = gather_rows(blocks, rows)
+    pool = write_blocks(pool, layer, blocks, gathered, prior, stored)
+    return pool, view_blocks(pool, layer, blocks, gathered, prior, stored)
+
+
+def stored_parts(config: GlmConfig, sharding: Sharding) -> tuple[Stored, Stored]:
+    """The parts of a model's cache, as layers know them: latents and indexer keys."""
+    num_choosing = 0 if config.indexer is None else len(config.indexer.full_layers)
+    return (
+        Stored(config.num_layers, sharding.latent_format),
+        Stored(num_choosing, sharding.index_format),
+    )
 
 
 def latent_angles(positions: Shaped[Array, " T"], config: GlmConfig) -> Angles:

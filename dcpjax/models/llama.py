@@ -18,6 +18,16 @@ from jaxtyping import Float, Integer, Shaped
 from dcpjax.attention.block import Block, split_blocks
 from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
+from dcpjax.attention.views import (
+    AnyBlock,
+    Prior,
+    Stored,
+    View,
+    gather_prior,
+    gather_rows,
+    view_blocks,
+    write_blocks,
+)
 from dcpjax.cache.parts import KV
 from dcpjax.cache.pool import Pools
 from dcpjax.config import LlamaConfig
@@ -32,15 +42,21 @@ from dcpjax.models.sharding import Sharding
 class _Part:
     """Blocks that are projected together, and this rank's share of their projections.
 
-    By heads: the rank has all tokens, ``q`` [T, h, D] of its own heads. By tokens (one block): the
-    rank has the tokens that it owns, ``q`` [B, S, H, D] of all heads of its group. ``own`` has keys
-    and values [B, S, k, D] of the tokens that the rank keeps, per block.
+    By heads: ``q`` [T, h, D] of this rank's heads, ``k`` and ``v`` [T, k, D] of all tokens. By
+    tokens (one block): those that the rank owns, ``q`` [B, S, H, D] of all heads of its group,
+    ``k`` and ``v`` [B, S, k, D].
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[AnyBlock, ...]
     by_tokens: bool
     q: Array
-    own: tuple[tuple[Array, Array], ...]
+    k: Array
+    v: Array
+
+    @property
+    def rows(self) -> Array:
+        """What is cached of each token."""
+        return jnp.concatenate([self.k, self.v], axis=-1)
 
 
 class Attention(nnx.Module):
@@ -64,15 +80,16 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
         self.scale = config.head_dim**-0.5
-        self.sharding = sharding
+        self.sharding, self.stored = sharding, Stored(config.num_layers)
 
     def __call__(
         self,
         x: Float[Array, "T E"],
         angles: Angles,
-        blocks: tuple[Block, ...],
+        blocks: tuple[AnyBlock, ...],
         pool: Shaped[Array, "pages L k P W"],
         layer: Array,
+        prior: Prior = (),
     ) -> tuple[Float[Array, "T E"], Shaped[Array, "pages L k P W"]]:
         """Project, write everything into the pool, then attend.
 
@@ -80,41 +97,48 @@ class Attention(nnx.Module):
         pool, even if they touch different pages.
         """
         parts = self._project_blocks(x, angles, blocks)
-        for part in parts:
-            for block, (own_k, own_v) in zip(part.blocks, part.own, strict=True):
-                pool = write_block(pool, layer, block, jnp.concatenate([own_k, own_v], axis=-1))
-        return jnp.concatenate([self._attend(part, pool, layer) for part in parts]), pool
+        rows = [self._gather_rows(part) for part in parts]
+        for part, new in zip(parts, rows, strict=True):
+            pool = self._write(pool, layer, part, new, prior)
+        attended = [
+            self._attend(part, new, pool, layer, prior)
+            for part, new in zip(parts, rows, strict=True)
+        ]
+        return jnp.concatenate(attended), pool
 
-    def _project_blocks(self, x: Array, angles: Angles, blocks: tuple[Block, ...]) -> list[_Part]:
+    def _project_blocks(
+        self, x: Array, angles: Angles, blocks: tuple[AnyBlock, ...]
+    ) -> list[_Part]:
         """All blocks at once; with gathered queries each by itself, by tokens where possible."""
-        if self.sharding.prefill_gather == "none":
-            return [self._project_by_heads(x, angles, blocks)]
+        if self.sharding.prefill_gather != "q":
+            return [_Part(blocks, False, *self._project(x, angles))]
         cos, sin = (split_blocks(angle, blocks) for angle in angles)
         return [
             self._project_by_tokens(states, turns, block)
-            if block.sharding.splits(block.width)
-            else self._project_by_heads(states, turns, (block,))
+            if isinstance(block, Block) and block.sharding.splits(block.width)
+            else _Part((block,), False, *self._project(states, turns))
             for block, states, *turns in zip(blocks, split_blocks(x, blocks), cos, sin, strict=True)
         ]
-
-    def _project_by_heads(
-        self, x: Array, angles: Sequence[Array], blocks: tuple[Block, ...]
-    ) -> _Part:
-        q, k, v = self._project(x, angles)
-        own = tuple(
-            (block.take_own(keys), block.take_own(values))
-            for block, keys, values in zip(
-                blocks, split_blocks(k, blocks), split_blocks(v, blocks), strict=True
-            )
-        )
-        return _Part(blocks, False, q, own)
 
     def _project_by_tokens(self, x: Array, angles: Sequence[Array], block: Block) -> _Part:
         own = block.take_own(x)
         turns = [block.take_own(angle).reshape(-1, 1, angle.shape[-1]) for angle in angles]
-        q, k, v = self._project(own.reshape(-1, x.shape[-1]), turns)
-        q, k, v = (part.reshape(*own.shape[:2], *part.shape[1:]) for part in (q, k, v))
-        return _Part((block,), True, q, ((k, v),))
+        projected = self._project(own.reshape(-1, x.shape[-1]), turns)
+        by_row = (part.reshape(*own.shape[:2], *part.shape[1:]) for part in projected)
+        return _Part((block,), True, *by_row)
+
+    def _gather_rows(self, part: _Part) -> tuple[Array, ...]:
+        """New rows per block: of all its tokens, by tokens those that this rank owns."""
+        return (part.rows,) if part.by_tokens else gather_rows(part.blocks, part.rows)
+
+    def _write(
+        self, pool: Array, layer: Array, part: _Part, rows: tuple[Array, ...], prior: Prior
+    ) -> Array:
+        if part.by_tokens:
+            (block,) = part.blocks
+            assert isinstance(block, Block), "prompts are split by owner or in pairs of chunks"
+            return write_block(pool, layer, block, rows[0])
+        return write_blocks(pool, layer, part.blocks, rows, prior, self.stored)
 
     def _project(
         self, x: Float[Array, "T E"], angles: Sequence[Array]
@@ -129,30 +153,34 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, angles), rotate(k, angles), v
 
-    def _attend(self, part: _Part, pool: Array, layer: Array) -> Float[Array, "T E"]:
-        """Attention and output projection of one part; whole on every rank."""
+    def _attend(
+        self, part: _Part, rows: tuple[Array, ...], pool: Array, layer: Array, prior: Prior
+    ) -> Float[Array, "T E"]:
+        """Attention and output projection of one part; whole on every rank of the weights."""
         if part.by_tokens:
             return self._attend_by_tokens(part, pool, layer)
-        outs = [
-            decode_attention(
-                q,
-                *own,
-                pool,
-                layer,
-                block,
-                scale=self.scale,
-                comm_backend=self.sharding.comm_backend,
-                form=self.sharding.form,
-                heads_gathered=self.sharding.prefill_gather != "none",
-            )
-            for q, own, block in zip(
-                split_blocks(part.q, part.blocks), part.own, part.blocks, strict=True
-            )
-        ]
+        views = view_blocks(pool, layer, part.blocks, rows, prior, self.stored)
+        split = (split_blocks(x, part.blocks) for x in (part.q, part.k, part.v))
+        outs = [self._attend_view(view, *each) for view, *each in zip(views, *split, strict=True)]
         out = jnp.concatenate(outs).astype(part.q.dtype)
-        weight = self._output_rows(part.blocks[0].rank)
+        weight = self._output_rows(views[0].block.rank)
         projected = matmul(out.reshape(out.shape[0], -1), weight)
         return sum_ranks(projected, scattered=self.sharding.form.scattered_sums)
+
+    def _attend_view(self, view: View, q: Array, k: Array, v: Array) -> Float[Array, "T h Dv"]:
+        out = decode_attention(
+            q,
+            view.block.take_own(k),
+            view.block.take_own(v),
+            view.pool,
+            view.layer,
+            view.block,
+            scale=self.scale,
+            comm_backend=self.sharding.comm_backend,
+            form=self.sharding.form,
+            heads_gathered=self.sharding.prefill_gather == "q",
+        )
+        return view.from_owner(out)
 
     def _output_rows(self, rank: Array) -> Float[Array, "hD E"]:
         """The output projection's rows of this rank's heads."""
@@ -163,11 +191,12 @@ class Attention(nnx.Module):
         return lax.dynamic_slice_in_dim(rows, rank.astype(jnp.int32) * share, share)
 
     def _attend_by_tokens(self, part: _Part, pool: Array, layer: Array) -> Float[Array, "T E"]:
-        block, ((own_k, own_v),) = part.blocks[0], part.own
+        (block,) = part.blocks
+        assert isinstance(block, Block), "prompts are split by owner or in pairs of chunks"
         out = prefill_attention(
             part.q,
-            own_k,
-            own_v,
+            part.k,
+            part.v,
             pool,
             layer,
             block,
@@ -191,9 +220,15 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config.hidden_size, inner, dtype, sharding.form)
 
     def __call__(
-        self, x: Array, angles: Angles, blocks: tuple[Block, ...], pool: Array, layer: Array
+        self,
+        x: Array,
+        angles: Angles,
+        blocks: tuple[AnyBlock, ...],
+        pool: Array,
+        layer: Array,
+        prior: Prior,
     ) -> tuple[Float[Array, "T E"], Array]:
-        attended, pool = self.attention(self.attention_norm(x), angles, blocks, pool, layer)
+        attended, pool = self.attention(self.attention_norm(x), angles, blocks, pool, layer, prior)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), pool
 
@@ -203,12 +238,13 @@ def _run_layer(
     layer: DecoderLayer,
     x: Array,
     angles: Angles,
-    blocks: tuple[Block, ...],
+    blocks: tuple[AnyBlock, ...],
     pool: Array,
     index: Array,
+    prior: Prior,
 ) -> tuple[Array, Array]:
     """One layer. Jitted so that all layers share one trace; XLA sees them unrolled."""
-    return layer(x, angles, blocks, pool, index)
+    return layer(x, angles, blocks, pool, index, prior)
 
 
 def _stack(layer: DecoderLayer, num_layers: int) -> DecoderLayer:
@@ -253,7 +289,7 @@ class Llama(nnx.Module):
     def hidden_states(
         self,
         tokens: Integer[Array, " T"],
-        blocks: tuple[Block, ...],
+        blocks: tuple[AnyBlock, ...],
         pools: Pools,
         rank: Integer[Array, ""],
     ) -> tuple[Float[Array, "T E"], Pools]:
@@ -263,13 +299,23 @@ class Llama(nnx.Module):
             jnp.concatenate([block.positions for block in blocks]), self.frequencies
         )
 
-        def run(index: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            states, pages = carry
+        def run(index: Any, carry: tuple[Array, Array, Prior]) -> tuple[Array, Array, Prior]:
+            states, pages, prior = carry
             number = jnp.asarray(index, jnp.int32)
-            return _run_layer(self._layer(index), states, angles, blocks, pages, number)
+            states, pages = _run_layer(
+                self._layer(index), states, angles, blocks, pages, number, prior
+            )
+            return states, pages, self._prior(pages, index + 1, blocks)
 
-        states, pool = repeat(self.form, self.num_layers, run, (x, pools[KV]))
+        start = (x, pools[KV], self._prior(pools[KV], 0, blocks))
+        states, pool, _ = repeat(self.form, self.num_layers, run, start)
         return states, {KV: pool}
+
+    def _prior(self, pool: Array, index: Any, blocks: tuple[AnyBlock, ...]) -> Prior:
+        """What a layer reads besides the pool, behind the last layer nothing."""
+        if isinstance(index, int) and index == self.num_layers:
+            return ()
+        return gather_prior(pool, jnp.asarray(index, jnp.int32), blocks, Stored(self.num_layers))
 
     def _layer(self, index: Any) -> DecoderLayer:
         return _unstack(self.stack, index) if self.form.stacked_weights else self.layers[index]

@@ -30,7 +30,7 @@ class Sharding:
     @property
     def q_axis(self) -> str:
         """Logical axis of query heads; gathered queries need the group's weights on each rank."""
-        return "q_heads" if self.prefill_gather == "none" else "group_q_heads"
+        return "group_q_heads" if self.prefill_gather == "q" else "q_heads"
 
     @property
     def q_shares(self) -> int:
