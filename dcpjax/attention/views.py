@@ -134,7 +134,7 @@ def _once_read(
     """The number of a layer, known only when its copies have been made.
 
     A write that could begin while the pool is still read makes XLA copy the pool. The scratch page
-    of a copy is 0, but a compiler, which does not know that page ids are not negative, must read it.
+    of a copy is 0, but a compiler, which knows of no page id that it is not negative, must read it.
     """
     for copy in prior:
         scratch = jnp.minimum(page_tables[0, 0], 0) + (copy.shape[0] - 1)

@@ -3,7 +3,7 @@
 The engine builds itself from it, and so does whoever lowers its programs for another machine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -239,6 +239,25 @@ class Blueprint:
             for part in self.parts
         }
         return PoolShapes(by_part)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Most bytes of temporary copies that a rank holds in a step, see ``attention/views.py``.
+
+        Those of a layer and of the next one, for the largest prompts; 0 where all is read in place.
+        """
+        if self.config.residency not in ("sharded", "layer_split"):
+            return 0
+        rows = max(rows for rows, _ in self.step_shapes.prefill)
+        ranks = self.config.decode_context_parallel_size
+        num_pages = rows * max(self.table_widths) * ranks + 1
+        shapes = self.pool_shapes(num_pages=1).by_part
+        layers = (
+            replace(shapes[part.name], num_layers=1)
+            for part in self.parts
+            if not part.is_replicated
+        )
+        return 2 * num_pages * sum(one.page_bytes(self.config.head_groups) for one in layers)
 
     def token_sharding(self, pools: PoolShapes) -> TokenSharding:
         """How the tokens of a sequence are spread over the ranks' pools."""

@@ -30,6 +30,7 @@ from dcpjax.engine.kv_parts import describe_parts
 from dcpjax.engine.kv_staging import StagingArea
 from dcpjax.engine.mtp_drafter import MtpDrafter
 from dcpjax.engine.plan import Drain
+from dcpjax.engine.prompt_split import PromptSplit
 from dcpjax.engine.remote_kv import KVLoad
 from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.engine.runner import Dispatched, Runner
@@ -37,7 +38,7 @@ from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import EngineDeadError, RequestError
 from dcpjax.layout import KVPlacement
-from dcpjax.mesh import decode_mesh, find_devices, pcp_mesh, prefill_mesh
+from dcpjax.mesh import PCP, decode_mesh, find_devices, pcp_mesh, prefill_mesh
 from dcpjax.models.checkpoint import Checkpoint, fingerprint
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
 from dcpjax.transfer.backend import TransferBackend
@@ -104,6 +105,7 @@ class Engine:
             )
             self.runner = self._make_runner(model, device_drafter)
             self.runner.warm_up(progress)
+        self._prompt_split = self._make_prompt_split()
         self._unexpected_before = COMPILATIONS.unexpected
         self._wake: Callable[[], None] = lambda: None
 
@@ -131,6 +133,13 @@ class Engine:
             speculation=self.config.speculative_config,
             drafter=drafter,
         )
+
+    def _make_prompt_split(self) -> PromptSplit | None:
+        residency, blueprint = self.config.residency, self.blueprint
+        if residency is None:
+            return None
+        ranks = self.config.prefill_context_parallel_size
+        return PromptSplit(ranks, residency, blueprint.copy_bytes)
 
     def _make_drafters(self, model: PlacedModel) -> tuple[Drafter | None, DeviceDrafter | None]:
         """Who proposes tokens to the scheduler, and who of them computes on the devices."""
@@ -258,6 +267,8 @@ class Engine:
         if plan is not None and not isinstance(plan, Drain):
             following = self.runner.dispatch(plan)
             self._num_steps += 1
+            if self._prompt_split is not None:
+                self._prompt_split.count(plan.prefill)
         self._is_blocked = plan is None and self._in_flight is None
         outputs = [*accepted, *self.drain()]
         self._in_flight = following
@@ -317,7 +328,10 @@ class Engine:
             "acceptance_length": drafting.counts.mean_length,
             "speculation": drafting.counts.as_stats() if drafting.is_on else None,
             "kv_transfer": None if self._handoff is None else self._handoff.stats(),
-            "mesh": dict(self._mesh.shape),
+            "mesh": {
+                axis: ranks for axis, ranks in self._mesh.shape.items() if axis != PCP or ranks > 1
+            },
+            "pcp": None if self._prompt_split is None else self._prompt_split.stats(),
             "cp_kv_cache_interleave_size": self.config.interleave,
             "audit": {
                 "steps": len(audits),

@@ -1,0 +1,219 @@
+"""Prompts on several ranks: whatever they keep of the cache, tokens are those of one device."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dcpjax.cache.parts import DRAFT_PARTS
+from dcpjax.engine import blueprint, sampler
+from dcpjax.engine.engine import Engine
+from dcpjax.engine.prompt_split import attention_work
+from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
+from dcpjax.models.checkpoint import Checkpoint
+from tests.engine.drafting_glm import drafting_glm
+from tests.engine.serving import engine_of, request_of, serve
+from tests.engine.workload import assert_same, workload
+from tests.golden.tiny import random_tokens
+
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 160, "block_size": 4}
+PCP, TP, DCP = (
+    "prefill_context_parallel_size",
+    "tensor_parallel_size",
+    "decode_context_parallel_size",
+)
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+matrix = pytest.mark.matrix
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gqa, all on 3": ("gqa", {PCP: 3}),
+    "gqa, tokens on 4": ("gqa", {PCP: 4, DCP: 4, "cp_kv_cache_interleave_size": 2}),
+    "gqa, layers on 2, tp 2": ("gqa", {PCP: 2, TP: 2, "prefill_kv": "layer_split"}),
+    "glm, tokens on all of 2 x 2": ("glm", {PCP: 2, TP: 2, DCP: 4, **MTP}),
+    "glm, layers on 2": ("glm", {PCP: 2, "prefill_kv": "layer_split", **MTP}),
+    "gqa, tokens on 2 of 2 x 2": ("gqa", {PCP: 2, TP: 2, DCP: 2}),
+    "gqa, all on 8": ("gqa", {PCP: 8}),
+    "glm, all on 2": ("glm", {PCP: 2, **MTP}),
+    "glm, pages on 3, whole index": (
+        "glm",
+        {PCP: 3, DCP: 3, "cp_kv_cache_interleave_size": 4, "index_kv": "replicated"},
+    ),
+    "glm, tokens on 8": ("glm", {PCP: 8, DCP: 8, **MTP}),
+}
+FEW = list(ENGINES)[:5]
+"""Those of ``make test``; all of them behind ``matrix``."""
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory) -> dict[str, Checkpoint]:
+    return {"gqa": tiny, "glm": drafting_glm(tmp_path_factory.mktemp("models") / "glm")}
+
+
+@pytest.fixture(scope="module")
+def open_engine(models) -> Iterator[Callable[..., Engine]]:
+    """Engines with one bucket of decode rows, one of sampled rows: there is little to compile."""
+    opened = []
+
+    def open_one(model: str, **settings: Any) -> Engine:
+        opened.append(engine_of(models[model], **SMALL | settings))
+        return opened[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blueprint, "decode_buckets", lambda least, most: (most,))
+        patch.setattr(sampler, "_SEGMENT_BUCKETS", ())
+        yield open_one
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(open_engine) -> dict[str, Engine]:
+    return {model: open_engine(model, num_pages=160) for model in ("gqa", "glm")}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in FEW else matrix) for name in ENGINES],
+)
+def split(request, open_engine) -> Engine:
+    """An engine whose pages hold about two of its sequences."""
+    model, settings = ENGINES[request.param]
+    ranks = settings.get(DCP, 1)
+    engine = open_engine(model, **settings, num_pages=2 * -(-160 // (4 * ranks)))
+    engine.model_name = model
+    return engine
+
+
+def vocabulary(engine: Engine) -> int:
+    return 61 if engine.model_name == "glm" else 131
+
+
+def test_a_batch_yields_what_one_device_yields(split, plain):
+    """Sampled and greedy requests of all lengths beside each other, some preempted."""
+    requests = [r for r in workload(24, seed=3) if max(r.prompt_token_ids) < vocabulary(split)]
+    requests += [
+        request_of(f"long {n}", random_tokens(f"long {n}", n, vocabulary(split)), max_tokens=30)
+        for n in (70, 71, 96, 110)
+    ]
+    expected = serve(plain[split.model_name], [_copy(r) for r in requests])
+    served = serve(split, [_copy(r) for r in requests])
+    for name, one in expected.items():
+        assert_same(served[name], one)
+    assert split.stats()["kv_cache_usage"] == 0
+
+
+def _copy(request):
+    return type(request)(
+        request.request_id, request.prompt_token_ids, request.params, request.eos_token_ids
+    )
+
+
+def test_prompts_of_every_length_also_from_the_prefix_cache(split, plain):
+    """Shorter than the ranks, chunks of nothing; then nothing, a part and all of it cached."""
+    ranks = split.config.prefill_context_parallel_size
+    lengths = sorted({1, ranks - 1, ranks, 2 * ranks, 2 * ranks + 1, 23, 24, 25, 100})
+    for number, length in itertools.product((1, 2), lengths):
+        prompt = random_tokens("every", length, vocabulary(split))
+        prompt += random_tokens(f"end {number}", 4 * (number - 1), vocabulary(split))
+        name = f"{number} of {length}"
+        params = {"max_tokens": 5, "ignore_eos": True}
+        expected = serve(plain[split.model_name], [request_of(name, prompt, **params)])[name]
+        found = serve(split, [request_of(name, prompt, **params)])[name]
+        assert_same(found, expected)
+        if number == 2:
+            page = split.config.virtual_page_size
+            assert found.num_cached_tokens >= (length - 1) // page * page
+
+
+def test_the_work_is_even_and_the_pools_are_shares(split):
+    config, stats = split.config, split.stats()
+    ranks = config.prefill_context_parallel_size
+    assert stats["pcp"]["ranks"] == ranks and stats["pcp"]["prefill_kv"] == config.residency
+    assert 1 <= stats["pcp"]["balance"] < 2  # of prompts that are short for so many ranks
+    for part in split.blueprint.parts:
+        pool, is_draft = split.runner.pools[part.name], part.name in DRAFT_PARTS
+        (share,) = {shard.data.shape for shard in pool.addressable_shards}
+        assert len(pool.addressable_shards) == config.num_ranks
+        layers = len(part.layers)
+        is_cut = config.residency == "layer_split" and not is_draft
+        assert share[1] == (-(-layers // ranks) if is_cut else layers)
+        tokens = config.virtual_page_size if part.is_replicated else config.block_size
+        assert share[3] == tokens
+        assert share[0] == split.pool_shapes.num_pages + 1
+    assert stats["kv_bytes_per_rank"] == split.pool_shapes.rank_bytes(config.head_groups)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == FEW[1] else pytest.param(name, marks=matrix) for name in ENGINES]
+)
+def test_the_copies_are_as_large_as_they_say(name, open_engine):
+    """Beyond what a step takes that reads the pool in place: two layers."""
+    model, settings = ENGINES[name]
+    copying = open_engine(model, **settings, num_pages=40)
+    said = copying.stats()["pcp"]["copy_bytes"]
+    if copying.config.residency == "replicated":
+        assert said == 0
+        return
+    in_place = {k: v for k, v in settings.items() if k not in (DCP, "prefill_kv", "index_kv")}
+    temporary = [
+        engine.stats()["audit"]["temporary_bytes"]
+        for engine in (copying, open_engine(model, **in_place, num_pages=40))
+    ]
+    assert 0.5 * said <= temporary[0] - temporary[1] <= 1.1 * said
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_attention_work_is_counted_pair_by_pair(ranks):
+    """Of long prompts all ranks have the same."""
+    for start, count in itertools.product((0, 5), (0, 1, 7, 2 * ranks, 2 * ranks + 1)):
+        found = attention_work(start, count, ranks)
+        assert found.sum() == sum(range(start + 1, start + count + 1))
+    long = attention_work(1000, 16 * 2 * ranks, ranks)
+    assert long.max() == long.min()
+    assert isinstance(long, np.ndarray) and long.dtype == np.int64
+
+
+@matrix
+@pytest.mark.parametrize("length", [1000, 5000])
+@pytest.mark.parametrize("residency", ["replicated", "sharded", "layer_split"])
+@pytest.mark.parametrize("model", ["gqa", "glm"])
+def test_long_prompts(model, residency, length, open_engine):
+    settings = {"max_num_batched_tokens": 200, "max_model_len": 5200, "max_num_seqs": 1}
+    vocabulary = 61 if model == "glm" else 131
+    prompt = random_tokens("very long", length, vocabulary)
+    request = {"max_tokens": 4, "ignore_eos": True}
+    size = {PCP: 4, "prefill_kv": residency, DCP: 4 if residency == "sharded" else 1}
+    both = [
+        serve(open_engine(model, **settings, **more), [request_of("long", prompt, **request)])
+        for more in ({}, size)
+    ]
+    assert both[0]["long"].tokens == both[1]["long"].tokens
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({PCP: 2, TP: 2, DCP: 3}, MeshError, "is 1, prefill_context_parallel_size, or"),
+    ({PCP: 4, TP: 2, DCP: 2}, MeshError, "is 1, prefill_context_parallel_size, or"),
+    ({PCP: 8, TP: 2}, MeshError, "at most the number of devices"),
+    ({PCP: 2, "prefill_kv": "sharded"}, UnsupportedCombination, "needs decode_context_parallel"),
+    ({PCP: 2, DCP: 2, "prefill_kv": "replicated"}, UnsupportedCombination, "on one rank"),
+    ({PCP: 2, DCP: 2, "prefill_kv": "layer_split"}, UnsupportedCombination, "on one rank"),
+    ({PCP: 3, "prefill_kv": "layer_split"}, UnsupportedCombination, "num_layers=2"),
+    ({PCP: 2, DCP: 2, "prefill_gather": "q"}, UnsupportedCombination, "prefill_gather='q'"),
+    ({PCP: 2, DCP: 2, "prefill_gather": "none"}, UnsupportedCombination, "gathers the cache"),
+    ({PCP: 2, "prefill_gather": "kv"}, UnsupportedCombination, "gathers the cache"),
+    ({PCP: 2, DCP: 2, "dcp_comm_backend": "a2a"}, UnsupportedCombination, "a2a"),
+    ({PCP: 2, "step_form": "static"}, UnsupportedCombination, "dynamic form"),
+    ({PCP: 4, "max_num_batched_tokens": 7}, ConfigError, "max_num_batched_tokens=7"),
+    ({PCP: 2, TP: 2, DCP: 4}, UnsupportedCombination, "one latent"),
+    ({PCP: 2, "kv_transfer_config": {"kv_role": "kv_consumer"}}, UnsupportedCombination, "prompts"),
+    ({"prefill_kv": "layer_split"}, UnsupportedCombination, "PCP ranks"),
+    ({"prefill_gather": "kv"}, UnsupportedCombination, "PCP ranks"),
+]
+
+
+@pytest.mark.parametrize("settings, error, words", REFUSED)
+def test_what_does_not_go_together_is_refused_at_start(settings, error, words, tiny):
+    with pytest.raises(error) as caught:
+        engine_of(tiny, **settings)
+    assert words in str(caught.value)
