@@ -160,7 +160,7 @@ def test_generate_prints_json(loaded: list[EngineConfig]) -> None:
         (("serve", "m", "--seed", "-1", "--load-format", "dummy"), "seed is in"),
         (("serve", ""), "model is not empty"),
         (("serve", "m", "--host", "a" * 70), "address to listen on"),
-        (("serve", "m", "-pcp", "2"), "no prefill context parallelism"),
+        (("serve", "m", "-pcp", "2", "--prefill-kv", "sharded"), "spreads tokens over DCP ranks"),
         (
             ("serve", "m", "-tp", "4", "-dcp", "4", "--max-num-batched-tokens", "3"),
             "max_num_batched_tokens is at least",
