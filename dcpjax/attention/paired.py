@@ -28,11 +28,14 @@ class PairedBlock:
             segment b. Every rank may read what is before them, so they are whole.
         segments: all tokens, as the pools keep them.
         pcp_rank: this rank among those that share the tokens.
+        agrees: by rank and segment, whether that rank has the same tokens before the segment as
+            this one; None where nobody sends them to others.
     """
 
     chunks: Block
     segments: Block
     pcp_rank: Integer[Array, ""]
+    agrees: Bool[Array, "N B"] | None = None
 
     @property
     def rows(self) -> int:

@@ -20,7 +20,7 @@ from dcpjax.attention.block import Block, TokenSharding, make_block, split_block
 from dcpjax.attention.decode import write_block
 from dcpjax.attention.paired import PairedBlock
 from dcpjax.cache.rows import PLAIN, RowFormat
-from dcpjax.layout import layer_range
+from dcpjax.layout import layer_owner, layer_range
 from dcpjax.mesh import PCP
 
 AnyBlock = Block | PairedBlock
@@ -117,7 +117,7 @@ def gather_prior(
     from b · n / B on, and a scratch page at its end.
     """
     return tuple(
-        _copy(pool, layer, block.segments, stored)
+        _copy(pool, layer, block, stored)
         for block in blocks
         if isinstance(block, PairedBlock) and not _is_in_place(block.segments.sharding)
     )
@@ -142,7 +142,8 @@ def _once_read(
     return layer
 
 
-def _copy(pool: Array, layer: Integer[Array, ""], segments: Block, stored: Stored) -> Array:
+def _copy(pool: Array, layer: Integer[Array, ""], block: PairedBlock, stored: Stored) -> Array:
+    segments = block.segments
     home = _home(segments, layer, stored.num_layers)
     ids = segments.page_tables.reshape(-1)
     mine = pool.at[ids, home.layer].get(mode="promise_in_bounds")
@@ -150,7 +151,19 @@ def _copy(pool: Array, layer: Integer[Array, ""], segments: Block, stored: Store
         pages = _in_order(lax.all_gather(mine, segments.sharding.axes), segments.sharding)
     else:
         pages = lax.psum(jnp.where(home.is_mine, mine, jnp.zeros((), mine.dtype)), PCP)
+        pages = _committed(pages, block, layer_owner(layer, stored.num_layers, block.ranks))
     return jnp.pad(pages[:, None], ((0, 1), *((0, 0),) * 4))
+
+
+def _committed(
+    pages: Shaped[Array, "n h S C"], block: PairedBlock, sender: Integer[Array, ""]
+) -> Shaped[Array, "n h S C"]:
+    """What another rank has sent, where this one has the same tokens before the segment."""
+    if block.agrees is None:
+        return pages
+    agrees = lax.dynamic_index_in_dim(block.agrees, sender, 0, keepdims=False)
+    by_page = jnp.repeat(agrees, block.segments.page_tables.shape[1])
+    return jnp.where(by_page[:, None, None, None], pages, jnp.zeros((), pages.dtype))
 
 
 def _in_order(

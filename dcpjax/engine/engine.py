@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from dcpjax.cache.pool import PoolShapes
@@ -285,7 +286,10 @@ class Engine:
         if dispatched is None:
             outputs = self.scheduler.take_ended()
         else:
-            outputs = self.scheduler.commit(dispatched.plan, *dispatched.wait())
+            results = dispatched.wait()
+            for request, prefixes in dispatched.disagreements():
+                self.scheduler.fail(request.request_id, _disagreement(prefixes))
+            outputs = self.scheduler.commit(dispatched.plan, *results)
             self._drafted = dispatched.drafted
         # Only now: a load writes at once into its pages, which a step that was in flight when they
         # were given to it may still have written for the request that had them before.
@@ -403,3 +407,9 @@ def _make_mesh(devices: list[jax.Device], config: EngineConfig) -> Mesh:
     if config.residency is not None:
         return pcp_mesh(devices, config.prefill_context_parallel_size, config.weight_dcp)
     return decode_mesh(devices, config.decode_context_parallel_size)
+
+
+def _disagreement(prefixes: np.ndarray) -> str:
+    """What a request is told; nobody else's suffers."""
+    every = ", ".join(f"{count} tokens of digest {digest:08x}" for count, digest in prefixes)
+    return f"the ranks that split the layers have different tokens before a chunk: {every}"

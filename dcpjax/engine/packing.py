@@ -1,5 +1,6 @@
 """Plans to the packed arrays of compiled shapes. Host only but for the shapes' module."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,13 +11,15 @@ from dcpjax.engine.sampler import Position
 from dcpjax.engine.step import FROM_HOST, SAMPLED, StepShape
 
 
-def all_shapes(shapes: StepShapes, table_widths: Sequence[int]) -> list[StepShape]:
+def all_shapes(
+    shapes: StepShapes, table_widths: Sequence[int], *, checks_prefixes: bool = False
+) -> list[StepShape]:
     """Decode alone in every size; prompts beside the most decode rows, which then cost little."""
     most, widest = max(shapes.decode_rows), max(shapes.decode_widths)
     blocks = [(rows, 0, 0, n) for n in shapes.decode_widths for rows in shapes.decode_rows]
     blocks += [(most, rows, width, widest) for rows, width in shapes.prefill]
     return [
-        StepShape(rows, prefill_rows, prefill_width, table, decode_width)
+        StepShape(rows, prefill_rows, prefill_width, table, decode_width, checks_prefixes)
         for table in table_widths
         for rows, prefill_rows, prefill_width, decode_width in blocks
     ]
@@ -75,7 +78,21 @@ def pack(
         if row >= shape.decode_rows and not segment.samples:
             (behind,) = segment.request.tokens(segment.stop, segment.stop + 1)
             views["following"][row - shape.decode_rows] = behind
+        if row >= shape.decode_rows and shape.checks_prefixes:
+            views["prefix_digests"][row - shape.decode_rows] = prefix_digest(segment)
     return packed
+
+
+def prefix_digest(segment: Segment) -> int:
+    """Of the tokens before a segment: 31 bits, each token looked at once."""
+    request, start = segment.request, segment.start
+    length, digest = request.prefix_digest
+    if length > start:  # it was preempted
+        length, digest = 0, 0
+    new = np.asarray(request.tokens(length, start), np.int32)
+    digest = zlib.crc32(new.tobytes(), digest)
+    request.prefix_digest = (start, digest)
+    return digest & 0x7FFFFFFF
 
 
 def rows_of(plan: StepPlan, shape: StepShape) -> list[tuple[int, Segment]]:

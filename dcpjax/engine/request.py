@@ -103,6 +103,7 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list[int])
     page_ids: list[int] = field(default_factory=list[int])
     page_hashes: list[bytes] = field(default_factory=list[bytes])  # of full pages, known tokens
+    prefix_digest: tuple[int, int] = (0, 0)  # so many tokens, and what they digest to
     max_length: int = 0  # tokens of the whole sequence, set when the scheduler accepts it
     place: int = 0  # in the order of arrival, set then too
     num_cached: int = 0

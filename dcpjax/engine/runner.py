@@ -55,6 +55,7 @@ class Dispatched:
     drafted: Array | None = None
     verifier: Verifier | None = None
     drafts: Callable[[], dict[str, np.ndarray]] = dict
+    prefixes: Array | None = None
 
     def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
         """The new tokens of each sampling segment, and log-probabilities where asked for, when the
@@ -70,6 +71,20 @@ class Dispatched:
         tokens = self.verifier.accept(self.plan.sampling, sampled, self.drafts())
         counts = map(len, tokens)
         return tokens, [items[:n] for items, n in zip(logprobs, counts, strict=True)]
+
+    def disagreements(self) -> list[tuple[Request, np.ndarray]]:
+        """Requests before whose prompt chunks the PCP ranks have different tokens, when the step
+        has ended: what the ranks have, see ``StepResult.prefixes``. The step's results for them
+        are of no meaning.
+        """
+        if self.prefixes is None:
+            return []
+        by_segment = np.asarray(self.prefixes).swapaxes(0, 1)
+        return [
+            (segment.request, every)
+            for segment, every in zip(self.plan.prefill, by_segment, strict=False)
+            if (every != every[:1]).any()
+        ]
 
 
 class Runner:
@@ -94,7 +109,7 @@ class Runner:
     ) -> None:
         self._model, self._mesh, self._sharding = model, mesh, sharding
         self._vocab_size, self._form = vocab_size, form
-        self._shapes = all_shapes(shapes, table_widths)
+        self._shapes = all_shapes(shapes, table_widths, checks_prefixes=sharding.layer_ranks > 1)
         self._max_rows = max(shape.rows for shape in self._shapes)
         self._max_outputs = max(shape.num_outputs for shape in self._shapes)
         self._replicated = jax.sharding.NamedSharding(mesh, PartitionSpec())
@@ -280,7 +295,9 @@ class Runner:
         requests = {row: s.request for row, s in rows_of(plan, shape) if s.samples}
         self._keep(shape, packed, result, tokens.ids, requests)
         drafted = self._tokens.array if self._yields_hidden else None
-        return Dispatched(plan, tokens, result.tokens, drafted, self._verifier, drafts)
+        return Dispatched(
+            plan, tokens, result.tokens, drafted, self._verifier, drafts, result.prefixes
+        )
 
     def _keep(
         self,

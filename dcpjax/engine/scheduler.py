@@ -113,10 +113,17 @@ class Scheduler:
         Its ABORT output comes with the next ``commit`` or ``take_ended``. A step in flight may
         go on writing into its pages, see the module's invariants.
         """
+        self._end(request_id, FinishReason.ABORT)
+
+    def fail(self, request_id: str, error: str) -> None:
+        """As :meth:`abort`, with an ERROR output that says why."""
+        self._end(request_id, FinishReason.ERROR, error)
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         request = self._lineup.get(request_id)
         if request is not None:
             self.remote.abandon(request)
-            self._lineup.end(request, FinishReason.ABORT)
+            self._lineup.end(request, reason, error)
 
     def take_ended(self) -> list[TokenOutput]:
         """The outputs of requests aborted or failed since the last call."""

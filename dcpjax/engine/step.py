@@ -5,7 +5,7 @@ transfers to many devices cost more than they carry.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,8 @@ class StepShape:
     """The static shape of a step: a block of decode segments and a block of prompt chunks.
 
     A decode segment is the last token of a sequence and ``decode_width − 1`` drafts. The step has
-    an output for each of its tokens, and one for each prompt chunk, behind its last token.
+    an output for each of its tokens, and one for each prompt chunk, behind its last token. With
+    ``checks_prefixes`` the ranks compare what is before each chunk.
     """
 
     decode_rows: int
@@ -43,6 +44,7 @@ class StepShape:
     prefill_width: int
     table_width: int
     decode_width: int = 1
+    checks_prefixes: bool = False
 
     @property
     def rows(self) -> int:
@@ -83,6 +85,7 @@ class StepShape:
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Shape of each array in the packed input, in order; decode rows come first."""
+        digests = {"prefix_digests": (self.prefill_rows,)} if self.checks_prefixes else {}
         return {
             "token_ids": (self.num_tokens,),
             "sources": (self.decode_rows,),
@@ -90,6 +93,7 @@ class StepShape:
             "prior_lengths": (self.rows,),
             "num_tokens": (self.rows,),
             "following": (self.prefill_rows,),
+            **digests,
         }
 
     @property
@@ -108,17 +112,20 @@ class StepShape:
 
 STEP_OUTPUTS = (POOL_SPEC, PartitionSpec(), PartitionSpec(None, ALL_RANKS))
 """How the members of a StepResult lie on the mesh; the first holds for every pool."""
-HIDDEN_OUTPUT = PartitionSpec()
-"""The same of ``hidden``."""
 
 
 class StepResult(NamedTuple):
-    """What a step leaves on the devices; ``hidden`` of all tokens where a drafter needs it."""
+    """What a step leaves on the devices; ``hidden`` of all tokens where a drafter needs it.
+
+    ``prefixes``: the number of tokens before each chunk and their digest, as every PCP rank has
+    them, where the ranks compare.
+    """
 
     pools: Pools
     tokens: Integer[Array, " max_outputs"]  # the most likely token of each output, replicated
     logits: Float[Array, "outputs V"]  # split over the vocabulary, padding included
     hidden: Float[Array, "T E"] | None = None  # before the last norm, replicated
+    prefixes: Integer[Array, "N B 2"] | None = None
 
 
 def make_step(
@@ -145,22 +152,22 @@ def make_step(
         place = RankPlace.of(rank_ids[0], sharding)
         blocks = make_blocks(shape, inputs, place.tokens, sharding, place.pcp)
         tokens = token_ids(shape, inputs, previous.reshape(max_rows, -1))
-        blocks, tokens = split_prompts(shape, blocks, tokens, place.pcp)
+        prefixes = gather_prefixes(inputs, shape)
+        blocks, tokens = split_prompts(shape, blocks, tokens, place.pcp, prefixes)
         rank = place.weights.astype(jnp.int32)
         hidden, pools = decoder.hidden_states(tokens, blocks, pools, rank)
         logits = decoder.logits(_output_states(shape, inputs, blocks, hidden))
         best = most_likely(logits, rank, vocab_size)
         best = jnp.pad(best, (0, max_outputs - shape.num_outputs))
-        if not yields_hidden:
-            return pools, best, logits
-        return pools, best, logits, jnp.concatenate(gather_rows(blocks, hidden))
+        every = jnp.concatenate(gather_rows(blocks, hidden)) if yields_hidden else None
+        return pools, best, logits, every, prefixes
 
     whole = PartitionSpec()
     return jax.shard_map(
         on_rank,
         mesh=mesh,
         in_specs=(model.partitions, POOL_SPEC, whole, whole, PartitionSpec(WORLD)),
-        out_specs=(*STEP_OUTPUTS, HIDDEN_OUTPUT) if yields_hidden else STEP_OUTPUTS,
+        out_specs=(*STEP_OUTPUTS, whole, whole),
         check_vma=False,  # an all-gather makes values equal on all ranks, which JAX cannot tell
     )
 
@@ -209,8 +216,20 @@ def make_blocks(
     )
 
 
+def gather_prefixes(inputs: dict[str, Array], shape: StepShape) -> Integer[Array, "N B 2"] | None:
+    """What each PCP rank has before each chunk: so many tokens, of this digest. One all-gather."""
+    if not shape.checks_prefixes or not shape.prefill_rows:
+        return None
+    counts = inputs["prior_lengths"][shape.decode_rows :]
+    return lax.all_gather(jnp.stack([counts, inputs["prefix_digests"]], axis=-1), PCP)
+
+
 def split_prompts(
-    shape: StepShape, blocks: tuple[Block, ...], tokens: Integer[Array, " T"], pcp_rank: Array
+    shape: StepShape,
+    blocks: tuple[Block, ...],
+    tokens: Integer[Array, " T"],
+    pcp_rank: Array,
+    prefixes: Integer[Array, "N B 2"] | None = None,
 ) -> tuple[tuple[AnyBlock, ...], Integer[Array, " t"]]:
     """The blocks and tokens that this rank computes: of prompts its chunks, with PCP."""
     ranks = lax.axis_size(PCP)
@@ -218,6 +237,9 @@ def split_prompts(
         return blocks, tokens
     *decode, prompts = blocks
     paired = pair_block(prompts, ranks, pcp_rank)
+    if prefixes is not None:
+        own = lax.dynamic_index_in_dim(prefixes, pcp_rank.astype(jnp.int32), 0)
+        paired = replace(paired, agrees=jnp.all(prefixes == own, axis=-1))
     num_decode = shape.num_decode_tokens
     own = paired.take_chunks(tokens[num_decode:])
     return (*decode, paired), jnp.concatenate([tokens[:num_decode], own])

@@ -4,13 +4,17 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dcpjax.cache.parts import DRAFT_PARTS
 from dcpjax.engine import blueprint, sampler
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.prompt_split import attention_work
+from dcpjax.engine.request import FinishReason
+from dcpjax.engine.step import StepResult, StepShape
 from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
 from dcpjax.models.checkpoint import Checkpoint
 from tests.engine.drafting_glm import drafting_glm
@@ -161,6 +165,57 @@ def test_the_copies_are_as_large_as_they_say(name, open_engine):
         for engine in (copying, open_engine(model, **in_place, num_pages=40))
     ]
     assert 0.5 * said <= temporary[0] - temporary[1] <= 1.1 * said
+
+
+def _differing(engine: Engine, change: Callable[[dict[str, np.ndarray]], None]) -> Callable:
+    """What dispatches steps whose input is another one on the last device."""
+    runner = engine.runner
+
+    def arguments(shape: StepShape, packed: np.ndarray) -> tuple:
+        other = packed.copy()
+        change(shape.views(other))
+        devices = list(runner.mesh.devices.flat)
+        whole = NamedSharding(runner.mesh, PartitionSpec())
+        arrays = [jax.device_put(packed, device) for device in devices[:-1]]
+        arrays.append(jax.device_put(other, devices[-1]))
+        both = jax.make_array_from_single_device_arrays(packed.shape, whole, arrays)
+        return runner._arguments(both)
+
+    def dispatch(shape: StepShape, packed: np.ndarray) -> StepResult:
+        result = StepResult(*runner._steps[shape](*arguments(shape, packed)))
+        runner._pools = result.pools
+        return result
+
+    return dispatch
+
+
+def _fewer_tokens(views: dict[str, np.ndarray]) -> None:
+    lengths = views["prior_lengths"]
+    chunks = lengths[len(lengths) - len(views["prefix_digests"]) :]  # a view: none in decode steps
+    chunks[chunks > 20] -= 3
+
+
+def _other_tokens(views: dict[str, np.ndarray]) -> None:
+    views["prefix_digests"][views["prior_lengths"][-1] > 20] ^= 5
+
+
+@pytest.mark.parametrize("change", [_fewer_tokens, _other_tokens])
+def test_ranks_that_disagree_about_a_prefix_fail_that_request_alone(change, plain, open_engine):
+    """A different number of tokens before a chunk, or as many others: never a wrong token."""
+    engine = open_engine("gqa", **ENGINES["gqa, layers on 2, tp 2"][1], num_pages=100)
+    short, long = random_tokens("short", 17), random_tokens("disagree", 60)
+    params = {"max_tokens": 8, "ignore_eos": True}
+    expected = serve(plain["gqa"], [request_of("short", short, **params)])["short"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "_dispatch_forward", _differing(engine, change))
+        served = serve(
+            engine, [request_of("long", long, **params), request_of("short", short, **params)]
+        )
+    assert_same(served["short"], expected)
+    assert served["long"].finish_reason is FinishReason.ERROR and not served["long"].tokens
+    engine.reset_prefix_cache()
+    after = serve(engine, [request_of("long", long, **params)])["long"]
+    assert_same(after, serve(plain["gqa"], [request_of("long", long, **params)])["long"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
