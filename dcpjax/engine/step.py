@@ -117,15 +117,15 @@ STEP_OUTPUTS = (POOL_SPEC, PartitionSpec(), PartitionSpec(None, ALL_RANKS))
 class StepResult(NamedTuple):
     """What a step leaves on the devices; ``hidden`` of all tokens where a drafter needs it.
 
-    ``prefixes``: the number of tokens before each chunk and their digest, as every PCP rank has
-    them, where the ranks compare.
+    ``prefixes``: the number of tokens before each chunk and their digest, as every rank has them,
+    where the ranks compare.
     """
 
     pools: Pools
     tokens: Integer[Array, " max_outputs"]  # the most likely token of each output, replicated
     logits: Float[Array, "outputs V"]  # split over the vocabulary, padding included
     hidden: Float[Array, "T E"] | None = None  # before the last norm, replicated
-    prefixes: Integer[Array, "N B 2"] | None = None
+    prefixes: Integer[Array, "ranks B 2"] | None = None
 
 
 def make_step(
@@ -216,12 +216,14 @@ def make_blocks(
     )
 
 
-def gather_prefixes(inputs: dict[str, Array], shape: StepShape) -> Integer[Array, "N B 2"] | None:
-    """What each PCP rank has before each chunk: so many tokens, of this digest. One all-gather."""
+def gather_prefixes(
+    inputs: dict[str, Array], shape: StepShape
+) -> Integer[Array, "ranks B 2"] | None:
+    """What each rank has before each chunk: so many tokens, of this digest. One all-gather."""
     if not shape.checks_prefixes or not shape.prefill_rows:
         return None
     counts = inputs["prior_lengths"][shape.decode_rows :]
-    return lax.all_gather(jnp.stack([counts, inputs["prefix_digests"]], axis=-1), PCP)
+    return lax.all_gather(jnp.stack([counts, inputs["prefix_digests"]], axis=-1), WORLD)
 
 
 def split_prompts(
@@ -229,7 +231,7 @@ def split_prompts(
     blocks: tuple[Block, ...],
     tokens: Integer[Array, " T"],
     pcp_rank: Array,
-    prefixes: Integer[Array, "N B 2"] | None = None,
+    prefixes: Integer[Array, "ranks B 2"] | None = None,
 ) -> tuple[tuple[AnyBlock, ...], Integer[Array, " t"]]:
     """The blocks and tokens that this rank computes: of prompts its chunks, with PCP."""
     ranks = lax.axis_size(PCP)
@@ -238,8 +240,9 @@ def split_prompts(
     *decode, prompts = blocks
     paired = pair_block(prompts, ranks, pcp_rank)
     if prefixes is not None:
-        own = lax.dynamic_index_in_dim(prefixes, pcp_rank.astype(jnp.int32), 0)
-        paired = replace(paired, agrees=jnp.all(prefixes == own, axis=-1))
+        by_pcp_rank = prefixes.reshape(ranks, -1, *prefixes.shape[1:])
+        own = lax.dynamic_index_in_dim(by_pcp_rank, pcp_rank.astype(jnp.int32), 0)
+        paired = replace(paired, agrees=jnp.all(by_pcp_rank == own[:, :1], axis=(1, 3)))
     num_decode = shape.num_decode_tokens
     own = paired.take_chunks(tokens[num_decode:])
     return (*decode, paired), jnp.concatenate([tokens[:num_decode], own])
