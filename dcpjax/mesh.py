@@ -74,13 +74,14 @@ def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
         ) from error
     if len(devices) < count:
         raise MeshError(
-            "the tensor parallel size is at most the number of devices"
+            "tensor_parallel_size times prefill_context_parallel_size is at most the number of "
+            "devices"
             + (
                 "; on CPU set XLA_FLAGS=--xla_force_host_platform_device_count before JAX starts"
                 if devices[0].platform == "cpu"
                 else ""
             ),
-            tensor_parallel_size=count,
+            ranks=count,
             num_devices=len(devices),
             platform=devices[0].platform,
         )

@@ -88,7 +88,7 @@ def test_more_ranks_than_devices_are_refused():
     with pytest.raises(MeshError, match="at most the number of devices.*XLA_FLAGS") as caught:
         find_devices(NUM_DEVICES + 1, "cpu")
     expected = {
-        "tensor_parallel_size": NUM_DEVICES + 1,
+        "ranks": NUM_DEVICES + 1,
         "num_devices": NUM_DEVICES,
         "platform": "cpu",
     }

@@ -19,18 +19,15 @@ from dcpjax.config import (
     GlmConfig,
     ModelConfig,
     SpeculativeConfig,
-    broken_neuron_rules,
 )
+from dcpjax.engine.buckets import context_buckets, decode_buckets, prefill_buckets
+from dcpjax.engine.model_rules import check_latent_model, check_neuron, check_pcp_model
 from dcpjax.engine.plan import StepShapes
 from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.form import StepForm, form_for
 from dcpjax.layout import KVPlacement
 from dcpjax.mesh import DCP, PAGE_RANKS, HeadLayout
-from dcpjax.models.experts import rank_experts
 from dcpjax.models.sharding import Sharding
-
-LEAST_CONTEXT = 2048
-"""Tokens of the shortest page table that steps are compiled for, where there are several."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +53,8 @@ class Blueprint:
     def form(self) -> StepForm:
         """How steps are written."""
         if self.platform == "neuron":
-            self._check_neuron()
-        if self.config.residency is not None and self.platform == "neuron":
-            raise UnsupportedCombination(
-                "PCP has steps of the dynamic form alone, and Neuron compiles none",
-                prefill_context_parallel_size=self.config.prefill_context_parallel_size,
-                device=self.platform,
-            )
+            check_neuron(self.config, self.model)
         return form_for(self.config.step_form, self.platform)
-
-    def _check_neuron(self) -> None:
-        """Refuse what Neuron cannot do."""
-        config = self.config
-        if config.step_form == "dynamic":
-            raise UnsupportedCombination(
-                "Neuron compiles no loop of unknown length, so step_form is 'static' or 'unrolled'",
-                step_form=config.step_form,
-                device=self.platform,
-            )
-        if config.dcp_comm_backend == "a2a":
-            raise UnsupportedCombination(
-                "Neuron exchanges by all-gather and reduce-scatter, so dcp_comm_backend is 'ag_rs'",
-                dcp_comm_backend=config.dcp_comm_backend,
-                device=self.platform,
-            )
-        transfers_kv = config.kv_transfer_config is not None
-        for error in broken_neuron_rules(config, self.model, transfers_kv=transfers_kv):
-            raise error
 
     @cached_property
     def dtype(self) -> jnp.dtype:
@@ -129,9 +101,10 @@ class Blueprint:
         """How the model is spread over the mesh."""
         config = self.config
         if isinstance(self.model, GlmConfig):
-            self._check_latent_model(self.model)
+            check_latent_model(config, self.model)
         if config.residency is not None:
-            self._check_pcp_model()
+            extents = {part: self._page_extent(part) for part in self.parts}
+            check_pcp_model(config, self.model, extents)
         return Sharding(
             self.heads,
             config.dcp_comm_backend,
@@ -141,47 +114,8 @@ class Blueprint:
             **self._formats,
         )
 
-    def _check_pcp_model(self) -> None:
-        """Refuse what PCP ranks cannot do for a model."""
-        config, num_layers = self.config, self.model.num_layers
-        pcp = config.prefill_context_parallel_size
-        if config.residency == "layer_split" and pcp > num_layers:
-            raise UnsupportedCombination(
-                "prefill_kv='layer_split' gives each PCP rank a layer at least",
-                prefill_context_parallel_size=pcp,
-                num_layers=num_layers,
-            )
-        if config.weight_dcp > 1 and not isinstance(self.model, GlmConfig):
-            raise UnsupportedCombination(
-                "tokens are spread over PCP and tensor parallel ranks only where all heads share "
-                "one latent; else decode_context_parallel_size is 1 or the PCP size",
-                decode_context_parallel_size=config.decode_context_parallel_size,
-                prefill_context_parallel_size=pcp,
-                architecture=self.model.architecture,
-            )
-        is_cut = config.residency == "sharded" and config.interleave != config.block_size
-        for part in self.parts:
-            rows, _ = self.row_format(part).page_extent(config.block_size, part.width)
-            if is_cut and rows != config.block_size and not part.is_replicated:
-                raise UnsupportedCombination(
-                    "scaled indexer keys are gathered as whole pages, so with PCP "
-                    "cp_kv_cache_interleave_size is block_size",
-                    kv_cache_dtype=config.kv_cache_dtype,
-                    cp_kv_cache_interleave_size=config.interleave,
-                    block_size=config.block_size,
-                )
-
-    def _check_latent_model(self, model: GlmConfig) -> None:
-        """Refuse what a model with a latent cache cannot do, and experts that come out uneven."""
-        if self.config.prefill_gather == "q":
-            raise UnsupportedCombination(
-                "prefill_gather='q' splits a chunk's tokens over the ranks that share a KV head, "
-                "and a model with a latent cache computes them all on each rank",
-                prefill_gather=self.config.prefill_gather,
-                architecture=model.architecture,
-            )
-        if model.experts is not None:
-            rank_experts(model.experts.num_experts, self.config.tensor_parallel_size)
+    def _page_extent(self, part: CachePart) -> tuple[int, int]:
+        return self.row_format(part).page_extent(self.config.block_size, part.width)
 
     @property
     def _formats(self) -> dict[str, RowFormat]:
@@ -378,38 +312,3 @@ class Blueprint:
             return KVPlacement.pcp_dcp(tp, pcp, dcp, **size)
         make = KVPlacement.prefill_dcp if config.apply_prefill_dcp else KVPlacement.decode
         return make(tp, dcp, **size)
-
-
-def decode_buckets(least: int, most: int) -> tuple[int, ...]:
-    """Numbers of decode rows that are compiled: powers of two from ``least``, and ``most``."""
-    sizes = [least]
-    while sizes[-1] * 2 < most:
-        sizes.append(sizes[-1] * 2)
-    return (*sizes, max(most, least)) if sizes[-1] < most else tuple(sizes)
-
-
-def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, width) of the prompt blocks: one long chunk, a short one, several short ones.
-
-    Widths are multiples of ranks · interleave, so that every window holds as many tokens of each
-    rank; with PCP, of two chunks for each rank.
-    """
-    cycle = config.decode_context_parallel_size * config.interleave
-    if config.residency is not None:  # two chunks for each rank, whoever keeps the tokens
-        cycle = 2 * config.prefill_context_parallel_size
-
-    def whole(width: int) -> int:
-        return max(cycle, width // cycle * cycle)
-
-    longest = whole(config.max_num_batched_tokens)
-    short = whole(min(64, longest))
-    several = min(4, config.max_num_seqs, longest // short)
-    return tuple(dict.fromkeys([(1, short), (max(1, several), short), (1, longest)]))
-
-
-def context_buckets(longest: int) -> tuple[int, ...]:
-    """Lengths of sequences that steps are compiled for: each twice the one before, to the longest.
-
-    A step reads all of its context, so it reads less than twice what it needs.
-    """
-    return decode_buckets(min(LEAST_CONTEXT, longest), longest)

@@ -1,0 +1,41 @@
+"""The sizes that steps are compiled for. Host only."""
+
+from dcpjax.config import EngineConfig
+
+LEAST_CONTEXT = 2048
+"""Tokens of the shortest page table that steps are compiled for, where there are several."""
+
+
+def decode_buckets(least: int, most: int) -> tuple[int, ...]:
+    """Numbers of decode rows that are compiled: powers of two from ``least``, and ``most``."""
+    sizes = [least]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, max(most, least)) if sizes[-1] < most else tuple(sizes)
+
+
+def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
+    """(rows, width) of the prompt blocks: one long chunk, a short one, several short ones.
+
+    Widths are multiples of ranks · interleave, so that every window holds as many tokens of each
+    rank; with PCP, of two chunks for each rank.
+    """
+    cycle = config.decode_context_parallel_size * config.interleave
+    if config.residency is not None:  # two chunks for each rank, whoever keeps the tokens
+        cycle = 2 * config.prefill_context_parallel_size
+
+    def whole(width: int) -> int:
+        return max(cycle, width // cycle * cycle)
+
+    longest = whole(config.max_num_batched_tokens)
+    short = whole(min(64, longest))
+    several = min(4, config.max_num_seqs, longest // short)
+    return tuple(dict.fromkeys([(1, short), (max(1, several), short), (1, longest)]))
+
+
+def context_buckets(longest: int) -> tuple[int, ...]:
+    """Lengths of sequences that steps are compiled for: each twice the one before, to the longest.
+
+    A step reads all of its context, so it reads less than twice what it needs.
+    """
+    return decode_buckets(min(LEAST_CONTEXT, longest), longest)
