@@ -62,6 +62,12 @@ class Blueprint:
     def _check_neuron(self) -> None:
         """Refuse what Neuron cannot do."""
         config = self.config
+        if config.nnodes > 1:
+            raise UnsupportedCombination(
+                "an engine on Neuron is one process: nnodes is 1",
+                nnodes=config.nnodes,
+                device=self.platform,
+            )
         if config.step_form == "dynamic":
             raise UnsupportedCombination(
                 "Neuron compiles no loop of unknown length, so step_form is 'static' or 'unrolled'",

@@ -4,6 +4,7 @@ Every shape is compiled and audited in warm-up and run through its compiled form
 nothing can be compiled later.
 """
 
+import dataclasses
 import itertools
 import os
 from collections import Counter
@@ -23,20 +24,24 @@ from dcpjax.cache.pool import Pools, PoolShapes, allocate_pools
 from dcpjax.config import Progress, SpeculativeConfig
 from dcpjax.engine.audit import StepAudit, audit_step
 from dcpjax.engine.device_drafting import DeviceDrafter
-from dcpjax.engine.device_tokens import DeviceTokens
+from dcpjax.engine.device_tokens import DeviceTokens, DraftSeeds
 from dcpjax.engine.kv_parts import Regions, rank_memory
+from dcpjax.engine.link_messages import RunStep
+from dcpjax.engine.orders import StepOrder, from_message, to_message
 from dcpjax.engine.packing import all_shapes, pack, positions_of, rows_of, smallest_fitting
 from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import StepPlan, StepShapes
 from dcpjax.engine.pool_mirror import PoolMirror
-from dcpjax.engine.request import Request, TokenLogprobs
-from dcpjax.engine.sampler import SampledTokens, Sampler, SamplingForm
+from dcpjax.engine.processes import OneProcess, Processes
+from dcpjax.engine.request import TokenLogprobs
+from dcpjax.engine.sampler import CountsReset, SampledTokens, Sampler, SamplingForm, witness_of
 from dcpjax.engine.step import StepResult, StepShape, fetch_logits, gather_logits, make_step
 from dcpjax.engine.verification import Verifier
 from dcpjax.errors import AuditError
 from dcpjax.form import DYNAMIC, StepForm
-from dcpjax.mesh import ALL_RANKS
+from dcpjax.mesh import ALL_RANKS, place
 from dcpjax.models.weights import PlacedModel
+from dcpjax.sampling import SampleResult
 from dcpjax.transfer.memory import RankMemory
 
 
@@ -72,6 +77,22 @@ class Dispatched:
         return tokens, [items[:n] for items, n in zip(logprobs, counts, strict=True)]
 
 
+@dataclass(frozen=True)
+class Executed:
+    """A step on its way, without requests: what was chosen, and the fields of Dispatched."""
+
+    outputs: tuple[int, ...]
+    ids: Array
+    details: SampleResult | None
+    ends: Array
+    drafted: Array | None
+
+    def witness(self) -> int:
+        """Wait until the step has ended on every device of this process; what it has chosen."""
+        jax.block_until_ready(self.ends)
+        return witness_of(self.ids, self.outputs)
+
+
 class Runner:
     """Executes step plans on one mesh."""
 
@@ -91,7 +112,9 @@ class Runner:
         mirrors_pool: bool = False,
         speculation: SpeculativeConfig | None = None,
         drafter: DeviceDrafter | None = None,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes = processes or OneProcess()
         self._model, self._mesh, self._sharding = model, mesh, sharding
         self._vocab_size, self._form = vocab_size, form
         self._shapes = all_shapes(shapes, table_widths)
@@ -104,13 +127,13 @@ class Runner:
         width = max(shapes.decode_widths)
         self._tokens = DeviceTokens(self._max_rows, width, self._replicated, drafter)
         self._yields_hidden = drafter is not None
-        self._rank_ids = jax.device_put(
+        self._rank_ids = place(
             np.arange(mesh.size, dtype=np.uint32),
             jax.sharding.NamedSharding(mesh, PartitionSpec(ALL_RANKS)),
         )
         self._steps: dict[StepShape, Callable] = {}
         self._sampler = Sampler(
-            jax.devices("cpu")[0] if form.samples_on_host else mesh.devices.flat[0],
+            jax.devices("cpu")[0] if form.samples_on_host else mesh.local_devices[0],
             vocab_size=vocab_size,
             max_num_seqs=max_num_seqs,
             max_rows=self._max_outputs,
@@ -217,6 +240,9 @@ class Runner:
             if self._form.is_audited:
                 self.audits = tuple(executor.map(self._audit, self._shapes))
         self._sampler.install({form: compiled[form] for form in self._sampler.programs})
+        self._processes.least(
+            len(compiled)
+        )  # one that still compiles is waited for as long as it takes
         for shape in self._shapes:
             self._run_once(shape)
 
@@ -248,10 +274,9 @@ class Runner:
         The first run of a program takes longer than the next ones.
         """
         before = self._addresses()
-        packed = self._pack(shape, StepPlan())
-        result = self._dispatch_forward(shape, packed)
-        sampled = self._sampler.sample(self._whole_logits(result.logits), {})
-        self._keep(shape, packed, result, sampled.ids, {})
+        order = self._order(shape, StepPlan())
+        nobody = self._sampler.order(shape.num_outputs, {})
+        self.execute(dataclasses.replace(order, sampling=nobody))
         jax.block_until_ready(self._tokens.array)
         if (after := self._addresses()) != before:
             raise AuditError(
@@ -266,34 +291,48 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Start a step. Returns at once; the next plan may build on its tokens."""
         shape = smallest_fitting(self._shapes, plan, self._page_tokens)
+        order = self._order(shape, plan)
+        self._processes.announce(lambda: to_message(order, self._shapes))
+        drafts = self._tokens.read_drafts()
+        run = self._processes.run(lambda: self.execute(order))
+        tokens = SampledTokens(run.ids, positions_of(plan, shape), run.details)
+        return Dispatched(plan, tokens, run.ends, run.drafted, self._verifier, drafts)
+
+    def order_of(self, message: RunStep) -> StepOrder:
+        """A follower: what the leader's :meth:`dispatch` has announced."""
+        return from_message(message, self._shapes, self._sampler.blank_inputs)
+
+    def _order(self, shape: StepShape, plan: StepPlan) -> StepOrder:
+        """All that the host says about a step."""
         for request in plan.started:
             self._tables.start(request)
-            self._sampler.start(request)
-        packed = self._pack(shape, plan)
-        result = self._dispatch_forward(shape, packed)
-        sampling = positions_of(plan, shape)
-        drafts = self._tokens.read_drafts()
-        if all(position.request.params.is_greedy for position in sampling.values()):
-            tokens = SampledTokens(result.tokens, sampling)
-        else:
-            tokens = self._sampler.sample(self._whole_logits(result.logits), sampling)
+        resets = (CountsReset.of(request) for request in plan.started)
         requests = {row: s.request for row, s in rows_of(plan, shape) if s.samples}
-        self._keep(shape, packed, result, tokens.ids, requests)
-        drafted = self._tokens.array if self._yields_hidden else None
-        return Dispatched(plan, tokens, result.tokens, drafted, self._verifier, drafts)
-
-    def _keep(
-        self,
-        shape: StepShape,
-        packed: np.ndarray,
-        result: StepResult,
-        sampled: Array,
-        requests: dict[int, Request],
-    ) -> None:
-        """Leave what the next step needs on the devices."""
-        self._pools = self._tokens.keep(
-            shape, packed, result, sampled, requests, self._sampler.seed_words
+        sampling = positions_of(plan, shape)
+        is_greedy = all(position.request.params.is_greedy for position in sampling.values())
+        return StepOrder(
+            shape=shape,
+            packed=self._pack(shape, plan),
+            resets=tuple(reset for reset in resets if reset is not None),
+            outputs=tuple(sampling),
+            sampling=None if is_greedy else self._sampler.order(shape.num_outputs, sampling),
+            seeds=DraftSeeds.of(shape, requests, self._sampler.seed_words),
+            rows={request.request_id: row for row, request in requests.items()},
         )
+
+    def execute(self, order: StepOrder) -> Executed:
+        """Dispatch a step, and leave on the devices what the next one needs. Returns at once."""
+        for reset in order.resets:
+            self._sampler.reset(reset)
+        result = self._dispatch_forward(order.shape, order.packed)
+        ids, details = result.tokens, None
+        if order.sampling is not None:
+            ids, details = self._sampler.sample(self._whole_logits(result.logits), order.sampling)
+        self._pools = self._tokens.keep(
+            order.shape, order.packed, result, ids, order.rows, order.seeds
+        )
+        drafted = self._tokens.array if self._yields_hidden else None
+        return Executed(order.outputs, ids, details, result.tokens, drafted)
 
     def _dispatch_forward(self, shape: StepShape, packed: np.ndarray) -> StepResult:
         result = StepResult(*self._steps[shape](*self._arguments(packed)))
@@ -306,7 +345,7 @@ class Runner:
         return self._model.parameters, self._pools, packed, previous, self._rank_ids
 
     def _whole_logits(self, logits: Array) -> Array | np.ndarray:
-        """All logits, on the first device or where they are sampled."""
+        """All logits, on this process's first device or where they are sampled."""
         if self._form.samples_on_host:
             return fetch_logits(logits, self._vocab_size, self._sampler.bucket(logits.shape[0]))
         return self._gather[logits.shape[0]](logits).addressable_shards[0].data

@@ -6,18 +6,34 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.progress import Progress as ProgressBar
 
 from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.request import Request, SamplingParams, TokenLogprobs
-from dcpjax.errors import CheckpointError, RequestError
+from dcpjax.errors import CheckpointError, ConfigError, RequestError
 from dcpjax.llm.dispatch import Dispatcher
 from dcpjax.llm.interfaces import TokenEngine
 from dcpjax.llm.sequence import Message, Prompt, SequenceDelta, SequenceRecord, TextSide
 from dcpjax.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from dcpjax.engine.engine import Engine
+
+
+def load_follower(config: EngineConfig, progress: Progress | None = None) -> Callable[[], None]:
+    """This process of an engine that another one leads, loaded and compiled.
+
+    Returns:
+        what follows the leader until it closes the engine; raises EngineDeadError when a process of
+        it is gone or failed.
+
+    Raises:
+        ConfigError: a setting or a model file is wrong, or not the same on all processes.
+    """
+    return _open_engine(config, progress)[0].follow
 
 
 def load_engine(
@@ -31,6 +47,18 @@ def load_engine(
     Raises:
         ConfigError: a setting or a model file is wrong.
     """
+    if not config.distributed.is_leader:
+        raise ConfigError(
+            "the process with node rank 0 takes requests; the others follow it with "
+            "`dcpjax serve` and their own --node-rank",
+            node_rank=config.node_rank,
+        )
+    return _open_engine(config, progress)
+
+
+def _open_engine(
+    config: EngineConfig, progress: Progress | None
+) -> "tuple[Engine, Tokenizer | None]":
     from dcpjax.engine.engine import Engine
     from dcpjax.models.checkpoint import open_checkpoint
 
