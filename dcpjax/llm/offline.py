@@ -20,7 +20,7 @@ from dcpjax.llm.sequence import Message, Prompt, SequenceDelta, SequenceRecord, 
 from dcpjax.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from dcpjax.engine.engine import Engine
+    from dcpjax.models.checkpoint import Checkpoint
 
 
 def load_follower(config: EngineConfig, progress: Progress | None = None) -> Callable[[], None]:
@@ -33,7 +33,9 @@ def load_follower(config: EngineConfig, progress: Progress | None = None) -> Cal
     Raises:
         ConfigError: a setting or a model file is wrong, or not the same on all processes.
     """
-    return _open_engine(config, progress)[0].follow
+    from dcpjax.engine.engine import Engine
+
+    return Engine(config, _open(config, progress), progress=progress).follow
 
 
 def load_engine(
@@ -46,32 +48,32 @@ def load_engine(
 
     Raises:
         ConfigError: a setting or a model file is wrong.
+        EngineDeadError: another process of the engine is gone or failed.
     """
+    from dcpjax.engine.engine import Engine
+
     if not config.distributed.is_leader:
         raise ConfigError(
             "the process with node rank 0 takes requests; the others follow it with "
             "`dcpjax serve` and their own --node-rank",
             node_rank=config.node_rank,
         )
-    return _open_engine(config, progress)
+    checkpoint = _open(config, progress)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, checkpoint.config.vocab_size)
+    return Engine(config, checkpoint, progress=progress), tokenizer
 
 
-def _open_engine(
-    config: EngineConfig, progress: Progress | None
-) -> "tuple[Engine, Tokenizer | None]":
-    from dcpjax.engine.engine import Engine
+def _open(config: EngineConfig, progress: Progress | None) -> "Checkpoint":
     from dcpjax.models.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(
+    return open_checkpoint(
         config.model,
         weights=config.load_format != "dummy",
         draft_layers=None if config.drafts_with_model else False,
         progress=None if progress is None else _in_percent(progress),
     )
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
-    if tokenizer is not None:
-        _check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    return Engine(config, checkpoint, progress=progress), tokenizer
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
