@@ -9,7 +9,6 @@ usage: engine_process.py SPEC, a JSON object:
 
 import json
 import sys
-import time
 from typing import Any
 
 from dcpjax import LLM, SamplingParams
@@ -47,7 +46,7 @@ def lead() -> None:
             tokens.append([output.outputs[0].token_ids for output in outputs])
             calls = calls[1:] or (calls if SPEC.get("repeats") else [])
             if SPEC.get("repeats"):
-                say(served=len(tokens))
+                say(served=len(tokens), tokens=tokens[-1])
         names = ("compilations_after_warmup", "num_pages", "num_processes", "acceptance_length")
         say(tokens=tokens, stats={name: llm.stats()[name] for name in names})
 
@@ -61,7 +60,6 @@ def follow() -> None:
 
 if "raises_at" in SPEC:
     break_at(SPEC["raises_at"])
-started = time.monotonic()
 try:
     follow() if SPEC["settings"].get("node_rank") else lead()
 except DcpjaxError as error:

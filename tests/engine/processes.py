@@ -39,22 +39,30 @@ class EngineProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._said.put(line)
+        with self._process.stdout as lines:
+            for line in lines:
+                self._said.put(line)
         self._said.put(None)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        self.errors = self._process.stderr.read()
+        with self._process.stderr as lines:
+            self.errors = lines.read()
 
-    def hear(self, name: str) -> Any:
-        """The value that the process says for ``name``; what it says before is skipped."""
-        while (line := self._said.get(timeout=PATIENCE)) is not None:
+    def hear(self, name: str) -> Json:
+        """The next line that is JSON and has ``name``; what the process says before is skipped."""
+        while True:
             with contextlib.suppress(ValueError):  # other libraries write lines of their own
-                said = json.loads(line)
+                said = json.loads(self.hear_line(""))
                 if isinstance(said, dict) and name in said:
-                    return said[name]
-        raise AssertionError(f"the process ended without {name}: {self.end()} {self.errors}")
+                    return said
+
+    def hear_line(self, start: str) -> str:
+        """The next line that begins so."""
+        while (line := self._said.get(timeout=PATIENCE)) is not None:
+            if line.startswith(start):
+                return line
+        raise AssertionError(f"the process ended, code {self.end()}: {self.errors}")
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -90,16 +98,24 @@ def running_engine(
             its "settings" are for this process alone.
     """
     shared = {**settings, "nnodes": nnodes, "master_port": free_port()}
+    commands: list[list[str]] = []
+    for rank in range(nnodes):
+        spec = dict((specs or {}).get(rank, {}))
+        own = {**shared, "node_rank": rank, **spec.pop("settings", {})}
+        spec = {"model": str(model), **spec, "settings": own}
+        commands.append([sys.executable, str(SCRIPT), json.dumps(spec)])
+    with running(commands, cache) as processes:
+        yield processes
+
+
+@contextlib.contextmanager
+def running(commands: Sequence[Sequence[str]], cache: Path) -> Iterator[list[EngineProcess]]:
+    """These processes, which are gone at the end."""
     with contextlib.ExitStack() as ends:
         processes = []
-        for rank in range(nnodes):
-            spec = dict((specs or {}).get(rank, {}))
-            own = {**shared, "node_rank": rank, **spec.pop("settings", {})}
-            spec = {"model": str(model), **spec, "settings": own}
-            command = [sys.executable, str(SCRIPT), json.dumps(spec)]
-            process = EngineProcess(command, environment(cache))
-            ends.callback(process.close)
-            processes.append(process)
+        for command in commands:
+            processes.append(EngineProcess(command, environment(cache)))
+            ends.callback(processes[-1].close)
         yield processes
 
 

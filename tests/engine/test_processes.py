@@ -1,4 +1,4 @@
-"""One engine as several real processes: its tokens, and how it ends when one of them does not go on.
+"""One engine as several real processes: its tokens, and how it ends when one does not go on.
 
 Collectives between processes are slow on CPUs, so the models are tiny and the answers short.
 """
@@ -72,14 +72,23 @@ def check_tokens(
     with running_engine(
         model.path, SMALL | settings, nnodes=nnodes, cache=cache, specs=lead
     ) as processes:
-        assert processes[0].hear("tokens") == alone(model)
-        stats = processes[0].hear("stats")
+        said = processes[0].hear("tokens")
+        assert said["tokens"] == alone(model)
+        stats = said["stats"]
         assert stats["num_processes"] == nnodes and stats["compilations_after_warmup"] == 0
         assert [process.end() for process in processes] == [0] * nnodes
 
 
 def test_two_processes_say_what_one_says(model: Checkpoint, cache: Path):
-    check_tokens(model, cache, DCP_2)
+    """Greedy and sampled; and the leader ends when the follower is killed."""
+    busy = {"calls": [*calls(), *BUSY["calls"]], "repeats": True}
+    with running_engine(model.path, SMALL | DCP_2, cache=cache, specs={0: busy}) as processes:
+        leader, follower = processes
+        found = [leader.hear("served")["tokens"] for _ in calls()]
+        assert found == alone(model)
+        leader.hear("served")
+        follower.send(signal.SIGKILL)
+        check_ends(leader, 1, "gone")
 
 
 @pytest.mark.matrix
@@ -101,20 +110,13 @@ def test_n_grams_are_verified_on_all_processes(model: Checkpoint, cache: Path, e
 
 def check_ends(process: EngineProcess, rank: int, *reasons: str) -> None:
     """The process says that the engine ended because of another one, or itself, and leaves."""
-    message = process.hear("message")
+    message = process.hear("message")["message"]
     assert f"node rank {rank}" in message, message
     assert all(reason in message for reason in reasons), message
     assert process.end() == 1
 
 
-def test_a_follower_that_is_killed_ends_the_engine(model: Checkpoint, cache: Path):
-    with running_engine(model.path, SMALL | DCP_2, cache=cache, specs={0: BUSY}) as processes:
-        leader, follower = processes
-        leader.hear("served")
-        follower.send(signal.SIGKILL)
-        check_ends(leader, 1, "gone")
-
-
+@pytest.mark.matrix
 def test_a_leader_that_is_killed_ends_the_engine(model: Checkpoint, cache: Path):
     with running_engine(model.path, SMALL | DCP_2, cache=cache, specs={0: BUSY}) as processes:
         leader, follower = processes
@@ -132,6 +134,7 @@ def test_a_process_that_is_stopped_ends_the_engine(model: Checkpoint, cache: Pat
         check_ends(processes[1 - stopped], stopped, "gone")
 
 
+@pytest.mark.matrix
 def test_a_follower_that_fails_ends_the_engine(model: Checkpoint, cache: Path):
     specs = {0: BUSY, 1: {"raises_at": 20}}
     with running_engine(model.path, SMALL | DCP_2, cache=cache, specs=specs) as processes:
@@ -177,7 +180,7 @@ def refusals(model: Checkpoint, cache: Path, specs: Mapping[int, Any], nnodes: i
     with running_engine(
         model.path, SMALL | ranks, nnodes=nnodes, cache=cache, specs=specs
     ) as processes:
-        found = {process.hear("message") for process in processes}
+        found = {process.hear("message")["message"] for process in processes}
         assert [process.end() for process in processes] == [1] * nnodes
     (message,) = found
     return message
