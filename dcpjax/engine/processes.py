@@ -7,17 +7,18 @@ for another process, which is whatever runs on the devices, goes through :meth:`
 import logging
 from collections.abc import Callable
 from concurrent.futures import wait
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
 
 from dcpjax.config import DistributedConfig, EngineConfig
-from dcpjax.engine.consensus import Consensus, Row, Statement
+from dcpjax.engine.consensus import Consensus, Statement
 from dcpjax.engine.device_thread import DeviceThread
 from dcpjax.engine.joining import facts_of, join
 from dcpjax.engine.link import SILENCE_SECONDS, Link
-from dcpjax.engine.link_messages import AllRows, Close, Confirm, Message, RowOf
+from dcpjax.engine.link_messages import Close, Confirm, Message
+from dcpjax.engine.link_reduction import LinkReduction
 from dcpjax.errors import ConfigError, ConsensusError, DcpjaxError, EngineDeadError
 from dcpjax.models.checkpoint import Checkpoint
 
@@ -200,47 +201,6 @@ class SeveralProcesses:
         if self._link.rank == 0:
             self._link.send(Close())
         self._link.close()
-
-
-class LinkReduction:
-    """Exchanges over a link: the followers' rows go to the leader, which sends all to all.
-
-    ``timeout`` are the seconds until a silent process ends the exchange, None: it may take as long
-    as the process is there.
-    """
-
-    def __init__(self, link: Link, timeout: float | None = None) -> None:
-        self._link, self.timeout = link, timeout
-
-    def exchange(self, row: Row) -> Row:
-        """See :class:`dcpjax.engine.consensus.Reduction`."""
-        if self._link.rank > 0:
-            self._link.send(RowOf(row.tobytes()))
-            message = self._receive({})[1]
-            assert isinstance(message, AllRows), "the leader sends all rows after a row"
-            return np.frombuffer(message.rows, np.int64).reshape(self._link.ranks, -1)
-        rows = {0: row}
-        while len(rows) < self._link.ranks:
-            rank, message = self._receive(rows)
-            assert isinstance(message, RowOf), "followers send nothing but rows"
-            rows[rank] = np.frombuffer(message.row, np.int64)
-        lengths = [rows[rank].size for rank in range(self._link.ranks)]
-        if len(set(lengths)) > 1:
-            raise ConsensusError("the rows of all ranks have one length", lengths_by_rank=lengths)
-        together = np.stack([rows[rank] for rank in range(self._link.ranks)])
-        self._link.send(AllRows(together.tobytes()))
-        return together
-
-    def _receive(self, rows: dict[int, Row]) -> tuple[int, Any]:
-        try:
-            return self._link.receive(self.timeout)
-        except TimeoutError:
-            silent = sorted(set(range(self._link.ranks)) - rows.keys() - {self._link.rank})
-            raise ConsensusError(
-                f"all ranks come to an exchange within {self.timeout} s",
-                silent_ranks=silent,
-                rows_by_rank={rank: came[:8].tolist() for rank, came in rows.items()},
-            ) from None
 
 
 def join_processes(config: EngineConfig, checkpoint: Checkpoint) -> OneProcess | SeveralProcesses:

@@ -60,7 +60,8 @@ def test_a_follower_that_is_killed_ends_streams_and_the_server(
         events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
         assert json.loads(next(events))["choices"]
         follower.send(signal.SIGKILL)
-        *_, last = events
+        *_, last, done = events
+    assert done == "[DONE]"
     message = json.loads(last)["error"]["message"]
     assert "node rank 1" in message and "gone" in message
     assert leader.end() == 1
