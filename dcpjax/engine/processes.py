@@ -56,6 +56,14 @@ class Processes(Protocol):
         """The least of the numbers that all processes bring; they wait for each other."""
         ...
 
+    def agree(self, what: str, witness: Callable[[], int]) -> None:
+        """See that ``witness`` is the same on all processes, which are waited for.
+
+        Raises:
+            ConsensusError: it is not; says that the processes have to ``what``.
+        """
+        ...
+
     def settle(self) -> None:
         """Every program ran once: nothing new is asked of the other processes from now on."""
         ...
@@ -91,6 +99,9 @@ class OneProcess:
 
     def least(self, number: int) -> int:
         return number
+
+    def agree(self, what: str, witness: Callable[[], int]) -> None:
+        """Nobody else to ask."""
 
     def settle(self) -> None:
         """Nobody else to ask."""
@@ -165,6 +176,11 @@ class SeveralProcesses:
 
     def least(self, number: int) -> int:
         return int(self._reduction.exchange(np.asarray([number], np.int64)).min())
+
+    def agree(self, what: str, witness: Callable[[], int]) -> None:
+        found = self._reduction.exchange(np.asarray([witness()], np.int64))[:, 0].tolist()
+        if len(set(found)) > 1:
+            raise ConsensusError(f"all processes of an engine {what}", by_node_rank=found)
 
     def settle(self) -> None:
         """Leave JAX's own service, through which its processes have found each other.

@@ -23,6 +23,8 @@ from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import Pools, PoolShapes, allocate_pools
 from dcpjax.config import Progress, SpeculativeConfig
 from dcpjax.engine.audit import StepAudit, audit_step
+from dcpjax.engine.collectives import check_collectives
+from dcpjax.engine.consensus import key_of
 from dcpjax.engine.device_drafting import DeviceDrafter
 from dcpjax.engine.device_tokens import DeviceTokens, DraftSeeds
 from dcpjax.engine.kv_parts import Regions, rank_memory
@@ -240,11 +242,19 @@ class Runner:
             if self._form.is_audited:
                 self.audits = tuple(executor.map(self._audit, self._shapes))
         self._sampler.install({form: compiled[form] for form in self._sampler.programs})
-        self._processes.least(
-            len(compiled)
-        )  # one that still compiles is waited for as long as it takes
+        self._processes.agree("run the same collectives in the same order", self._collectives)
         for shape in self._shapes:
             self._run_once(shape)
+
+    def _collectives(self) -> int:
+        """A number that stands for the collectives of all steps.
+
+        Raises:
+            AuditError: one of them depends on a value of its step.
+        """
+        steps: dict[StepShape, Any] = dict(self._steps)
+        found = [check_collectives(step.as_text(), str(shape)) for shape, step in steps.items()]
+        return key_of(repr(found).encode())
 
     def _compile(self, shape: StepShape) -> Callable:
         step = make_step(
