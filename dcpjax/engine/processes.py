@@ -29,6 +29,8 @@ STEP_SECONDS = 60.0
 _GLANCE_SECONDS = 0.05  # between two looks at the link while the devices work
 _CAPACITY = 1  # polls and claims of a tick; an engine without host tiers has none
 
+_PREEMPTION = "jax_enable_preemption_service"
+
 _log = logging.getLogger(__name__)
 
 
@@ -233,6 +235,8 @@ def join_processes(config: EngineConfig, checkpoint: Checkpoint) -> OneProcess |
 
 def _start_jax(config: DistributedConfig, coordinator: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of CPUs alone
+    if _PREEMPTION in jax.config.values:
+        jax.config.update(_PREEMPTION, False)  # it would keep SIGTERM from ending this process
     try:
         jax.distributed.initialize(
             coordinator,
