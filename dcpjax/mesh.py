@@ -54,8 +54,7 @@ def replicate(array: jax.Array, target: NamedSharding) -> jax.Array:
     """An array of one device on all of them; other processes do that with their own, equal one."""
     if target.is_fully_addressable:
         return jax.device_put(array, target)
-    local = target.mesh.local_devices
-    copies = [jax.device_put(array, device) for device in local]
+    copies = [jax.device_put(array, device) for device in target.addressable_devices]
     return jax.make_array_from_single_device_arrays(array.shape, target, copies)
 
 

@@ -32,7 +32,9 @@ LLAMA3: dict[str, Any] = {"kind": "llama3", "factor": 8.0}
 
 @pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(EngineConfig)])
 def test_every_setting_has_the_type_of_its_annotation(name: str) -> None:
-    wrong = [1.5, b"x", [], {}, object()] + ["no such choice"] * (name not in ("model", "master_addr"))
+    wrong = [1.5, b"x", [], {}, object()] + ["no such choice"] * (
+        name not in ("model", "master_addr")
+    )
     for value in wrong:
         with pytest.raises(ConfigError, match=f"^{name} is"):
             EngineConfig(**{"model": "m", name: value})

@@ -23,7 +23,7 @@ FAILED = -1
 """Instead of the length of a matched prefix: this rank cannot go on with the request."""
 
 _NOTHING = np.iinfo(np.int64).max  # fills the rest of a row; no key, see key_of
-_HEADER = ("call", "is_broken", "witness", "num_polls", "polled", "num_claims")
+_HEADER: tuple[str, ...] = ("call", "is_broken", "witness", "num_polls", "polled", "num_claims")
 
 
 class Reduction(Protocol):
@@ -148,7 +148,8 @@ class Consensus:
         return row
 
     def _decide(self, rows: Row, statement: Statement) -> Decision:
-        header = dict(zip(_HEADER, rows[:, : len(_HEADER)].T.tolist(), strict=True))
+        columns: list[list[int]] = rows[:, : len(_HEADER)].T.tolist()
+        header: dict[str, list[int]] = dict(zip(_HEADER, columns, strict=True))
         _check_in_step(header)
         bodies = rows[:, len(_HEADER) :].reshape(len(rows), 3, self._capacity)
         states = bodies[:, 0, : len(statement.polls)].min(axis=0)

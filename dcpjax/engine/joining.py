@@ -8,10 +8,10 @@ import dataclasses
 import hashlib
 import socket
 import time
+from pathlib import Path
 
 import jax
 
-from dcpjax import __version__
 from dcpjax.config import DistributedConfig, EngineConfig
 from dcpjax.engine.link import Link
 from dcpjax.engine.link_messages import Hello, Refused, Welcome
@@ -21,6 +21,7 @@ from dcpjax.transfer.side_channel import channel_address
 
 JOIN_SECONDS = 600.0
 """For so long a process waits for the others; they may have to bring the model first."""
+_PACKAGE = Path(__file__).resolve().parent.parent
 _OWN_SETTINGS = ("model", "node_rank", "skip_tokenizer_init")
 """Those that may differ; what the model is follows from its weights."""
 
@@ -34,7 +35,16 @@ def facts_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, str]:
     }
     shapes = hashlib.sha256(repr(sorted(checkpoint.shapes.items())).encode()).hexdigest()
     weights = f"{fingerprint(checkpoint)[:16]} {shapes[:8]}"
-    return {**settings, "weights": weights, "dcpjax": __version__, "jax": jax.__version__}
+    return {**settings, "weights": weights, "code": _code(), "jax": jax.__version__}
+
+
+def _code() -> str:
+    """What stands for the source of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def join(link: Link, config: DistributedConfig, facts: dict[str, str]) -> str:
@@ -96,7 +106,7 @@ def _differences(by_rank: dict[int, dict[str, str]]) -> Refused | None:
         for name in names
         if len({facts.get(name) for facts in by_rank.values()}) > 1
     }
-    rule = "all processes of an engine have the same settings, weights and versions"
+    rule = "all processes of an engine have the same settings, weights, code and JAX"
     return Refused(rule, different) if different else None
 
 

@@ -15,7 +15,7 @@ class Message(msgspec.Struct, tag_field="type", tag=True, frozen=True):
     """Base of all messages."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """A follower's first message.
 
     ``facts`` are what has to be equal on all processes, as texts, by name.
@@ -25,32 +25,32 @@ class Hello(Message):
     facts: dict[str, str]
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """All processes are there and alike; JAX of the leader listens at ``coordinator``."""
 
     coordinator: str
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The processes do not make an engine; every one of them says so and ends."""
 
     rule: str
     values: dict[str, str]
 
 
-class RowOf(Message):
+class RowOf(Message, frozen=True):
     """A follower's row of an exchange, int64."""
 
     row: bytes
 
 
-class AllRows(Message):
+class AllRows(Message, frozen=True):
     """The rows of all ranks of an exchange, int64 [ranks, n]."""
 
     rows: bytes
 
 
-class ResetCounts(Message):
+class ResetCounts(Message, frozen=True):
     """Begin the counts of a sampling slot anew; token ids are int32."""
 
     slot: int
@@ -58,7 +58,7 @@ class ResetCounts(Message):
     outputs: bytes
 
 
-class SampleRows(Message):
+class SampleRows(Message, frozen=True):
     """One call of sampling: its form, and the arrays of parameters by name."""
 
     rows: int
@@ -67,7 +67,7 @@ class SampleRows(Message):
     inputs: dict[str, bytes]
 
 
-class RunStep(Message):
+class RunStep(Message, frozen=True):
     """One step: index of its compiled shape, and what the host says about it.
 
     ``outputs`` are those that are chosen, int32; ``sampling`` None where all of them are greedy.
@@ -83,22 +83,22 @@ class RunStep(Message):
     counters: bytes
 
 
-class Confirm(Message):
+class Confirm(Message, frozen=True):
     """Wait for the oldest step that is not confirmed, and compare what it has chosen."""
 
 
-class Close(Message):
+class Close(Message, frozen=True):
     """The engine is closed."""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """A process failed or is gone, which ends the engine."""
 
     node_rank: int
     reason: str
 
 
-class Probe(Message):
+class Probe(Message, frozen=True):
     """Nothing to say; sending it tells whether the other process is there."""
 
 
