@@ -27,7 +27,8 @@ class LinkReduction:
     def _contribute(self, row: Row) -> Row:
         self._link.send(RowOf(row.tobytes()))
         message = self._link.receive()[1]
-        assert isinstance(message, AllRows), "the leader sends all rows after a row"
+        if not isinstance(message, AllRows):  # Close: the leader was interrupted while it waited
+            raise ConsensusError("the leader closed the engine in the middle of an exchange")
         return np.frombuffer(message.rows, np.int64).reshape(self._link.ranks, -1)
 
     def _collect(self, row: Row) -> Row:

@@ -16,7 +16,7 @@ from dcpjax.config import DistributedConfig, EngineConfig
 from dcpjax.engine.consensus import Consensus, Statement
 from dcpjax.engine.device_thread import DeviceThread
 from dcpjax.engine.joining import facts_of, join
-from dcpjax.engine.link import SILENCE_SECONDS, Link
+from dcpjax.engine.link import Link
 from dcpjax.engine.link_messages import Close, Confirm, Message
 from dcpjax.engine.link_reduction import LinkReduction
 from dcpjax.errors import ConfigError, ConsensusError, DcpjaxError, EngineDeadError
@@ -26,6 +26,8 @@ Result = TypeVar("Result")
 
 STEP_SECONDS = 60.0
 """For so long a process waits for the others once it has ended a step itself."""
+_GRACE_SECONDS = 2.0
+"""A collective breaks when another process dies, and a little later the link says which."""
 _GLANCE_SECONDS = 0.05  # between two looks at the link while the devices work
 _CAPACITY = 1  # polls and claims of a tick; an engine without host tiers has none
 
@@ -165,7 +167,7 @@ class SeveralProcesses:
             self._link.fail(str(error))
             self._link.close()
             return
-        self._link.wait_for_failure(2 * SILENCE_SECONDS)  # who is gone is known soon
+        self._link.wait_for_failure(_GRACE_SECONDS)
         _log.error("a step failed", exc_info=error)
         self._link.fail(f"{type(error).__name__}: {error}")
         self._link.check()
@@ -191,6 +193,7 @@ class SeveralProcesses:
         over the connections that their first run has made.
         """
         self.run(jax.distributed.shutdown)
+        self._reduction.timeout = STEP_SECONDS
 
     def announce(self, message: Callable[[], Message]) -> None:
         self._link.send(message())
@@ -202,7 +205,6 @@ class SeveralProcesses:
     def confirm(self, witness: Callable[[], int]) -> None:
         if self._link.rank == 0:
             self._link.send(Confirm())
-        self._reduction.timeout = STEP_SECONDS
         try:
             self._consensus.tick(lambda: Statement(witness=witness()))
         except ConsensusError as error:

@@ -13,12 +13,15 @@ import pytest
 
 from dcpjax.engine.request import Request
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
+from tests.engine.drafting_glm import SHAPE
 from tests.engine.processes import EngineProcess, running_engine
 from tests.engine.serving import SMALL, engine_of, request_of, serve
 from tests.golden.tiny import random_tokens, write_random_model, write_tiny_model
+from tests.golden.tiny_glm import write_tiny_glm
 
 DCP_2 = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
-PROMPTS = {n: random_tokens(f"processes {n}", n) for n in (1, 8, 41, 100)}
+VOCABULARY = 61  # of the smaller model
+PROMPTS = {n: random_tokens(f"processes {n}", n, VOCABULARY) for n in (1, 8, 41, 100)}
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "seed": 5, "top_p": 0.9},
@@ -103,6 +106,14 @@ def test_four_ranks_in_several_processes(model: Checkpoint, cache: Path, nnodes:
 def test_n_grams_are_verified_on_all_processes(model: Checkpoint, cache: Path, exchange: str):
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     check_tokens(model, cache, DCP_2 | {"speculative_config": ngram, "dcp_comm_backend": exchange})
+
+
+@pytest.mark.matrix
+def test_drafts_on_the_devices_of_all_processes(cache: Path, tmp_path: Path):
+    """A sparse model with a latent cache, whose draft layer goes on from the sampled tokens."""
+    model = open_checkpoint(str(write_tiny_glm(tmp_path / "glm", "periodic", **SHAPE)))
+    mtp = {"method": "mtp", "num_speculative_tokens": 2}
+    check_tokens(model, cache, DCP_2 | {"speculative_config": mtp})
 
 
 # How it ends
