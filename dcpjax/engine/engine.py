@@ -21,6 +21,7 @@ from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
 from dcpjax.engine.device_drafting import DeviceDrafter
+from dcpjax.engine.dispatched import Dispatched
 from dcpjax.engine.drafting import Drafter, NgramDrafter
 from dcpjax.engine.follower import follow
 from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
@@ -34,7 +35,7 @@ from dcpjax.engine.plan import Drain
 from dcpjax.engine.processes import SeveralProcesses, join_processes
 from dcpjax.engine.remote_kv import KVLoad
 from dcpjax.engine.request import Request, TokenOutput
-from dcpjax.engine.runner import Dispatched, Runner
+from dcpjax.engine.runner import Runner
 from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import EngineDeadError, RequestError

@@ -2,9 +2,10 @@
 
 from collections import deque
 
+from dcpjax.engine.dispatched import Executed
 from dcpjax.engine.link_messages import Close, Confirm, RunStep
 from dcpjax.engine.processes import SeveralProcesses
-from dcpjax.engine.runner import Executed, Runner
+from dcpjax.engine.runner import Runner
 
 
 def follow(runner: Runner, processes: SeveralProcesses) -> None:

@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from dcpjax.engine.collectives import check_collectives
 from dcpjax.engine.consensus import key_of
 from dcpjax.engine.device_drafting import DeviceDrafter
 from dcpjax.engine.device_tokens import DeviceTokens, DraftSeeds
+from dcpjax.engine.dispatched import Dispatched, Executed
 from dcpjax.engine.kv_parts import Regions, rank_memory
 from dcpjax.engine.link_messages import RunStep
 from dcpjax.engine.orders import StepOrder, from_message, to_message
@@ -35,64 +35,14 @@ from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import StepPlan, StepShapes
 from dcpjax.engine.pool_mirror import PoolMirror
 from dcpjax.engine.processes import OneProcess, Processes
-from dcpjax.engine.request import TokenLogprobs
-from dcpjax.engine.sampler import CountsReset, SampledTokens, Sampler, SamplingForm, witness_of
+from dcpjax.engine.sampler import CountsReset, SampledTokens, Sampler, SamplingForm
 from dcpjax.engine.step import StepResult, StepShape, fetch_logits, gather_logits, make_step
 from dcpjax.engine.verification import Verifier
 from dcpjax.errors import AuditError
 from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import ALL_RANKS, place
 from dcpjax.models.weights import PlacedModel
-from dcpjax.sampling import SampleResult
 from dcpjax.transfer.memory import RankMemory
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """A step on its way: its plan, and its tokens once somebody waits for them.
-
-    ``ends`` is an output of the step itself, on every device, ``drafted`` of what was dispatched
-    behind it to draft, if anything was. With a ``verifier`` the step had drafts, those that the
-    host does not know in ``drafts`` by request id.
-    """
-
-    plan: StepPlan
-    tokens: SampledTokens
-    ends: Array
-    drafted: Array | None = None
-    verifier: Verifier | None = None
-    drafts: Callable[[], dict[str, np.ndarray]] = dict
-
-    def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
-        """The new tokens of each sampling segment, and log-probabilities where asked for, when the
-        step writes into no page any more; what drafts behind it may still write into pages of the
-        draft layer.
-
-        A device may be the last to write: the tokens, read from one of them, do not tell.
-        """
-        jax.block_until_ready(self.ends)
-        sampled, logprobs = self.tokens.wait()
-        if self.verifier is None:
-            return sampled, logprobs
-        tokens = self.verifier.accept(self.plan.sampling, sampled, self.drafts())
-        counts = map(len, tokens)
-        return tokens, [items[:n] for items, n in zip(logprobs, counts, strict=True)]
-
-
-@dataclass(frozen=True)
-class Executed:
-    """A step on its way, without requests: what was chosen, and the fields of Dispatched."""
-
-    outputs: tuple[int, ...]
-    ids: Array
-    details: SampleResult | None
-    ends: Array
-    drafted: Array | None
-
-    def witness(self) -> int:
-        """Wait until the step has ended on every device of this process; what it has chosen."""
-        jax.block_until_ready(self.ends)
-        return witness_of(self.ids, self.outputs)
 
 
 class Runner:
