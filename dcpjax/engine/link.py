@@ -149,7 +149,7 @@ class Link:
         for source in (self._socket, self._monitor, self._bell):
             poller.register(source, zmq.POLLIN)
         while not self._is_closing:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(1000 * BEAT_SECONDS))
             if self._bell.fileno() in ready:
                 self._bell.recv(4096)
             self._receive_all()
@@ -158,6 +158,8 @@ class Link:
                 recv_monitor_message(self._monitor)
                 self._receive_all()  # a last message says more than the end of the connection
                 self._notice_loss()
+            elif not ready and self.rank == 0:
+                self._notice_loss()  # what is gone may be known a little after its connection
         self._send_all()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
