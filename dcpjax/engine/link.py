@@ -149,7 +149,7 @@ class Link:
         for source in (self._socket, self._monitor, self._bell):
             poller.register(source, zmq.POLLIN)
         while not self._is_closing:
-            ready = dict(poller.poll(1000 * BEAT_SECONDS))
+            ready = dict(poller.poll(int(1000 * BEAT_SECONDS)))
             if self._bell.fileno() in ready:
                 self._bell.recv(4096)
             self._receive_all()
