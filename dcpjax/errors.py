@@ -13,6 +13,7 @@ DcpjaxError
 │   └── PeerError                 another engine that is unknown, incompatible or gone
 ├── AuditError                    a compiled step copies the KV pool, or does not update it in place
 ├── EngineDeadError               the engine stopped; nothing can be served any more
+│   └── ConsensusError            ranks of one engine that do not agree, or one that is silent
 │
 │   of the planner alone, in ``planner/trace_files.py``:
 ├── TraceError (ConfigError)      a file of requests that cannot be read: names the line
@@ -98,3 +99,7 @@ class AuditError(DcpjaxError):
 
 class EngineDeadError(DcpjaxError):
     """The engine stopped; nothing can be served any more."""
+
+
+class ConsensusError(EngineDeadError):
+    """The ranks of one engine do not agree, or one of them is silent; has the values of all."""

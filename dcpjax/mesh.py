@@ -55,14 +55,33 @@ def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
-    """The first ``count`` devices. On CPU, virtual devices are made when none is in use yet.
+def place(values: np.ndarray, target: NamedSharding) -> jax.Array:
+    """Put host values on the devices; on those of other processes, which have the same, they do."""
+    if target.is_fully_addressable:
+        return jax.device_put(values, target)
+    return jax.make_array_from_callback(values.shape, target, lambda index: values[index])
+
+
+def replicate(array: jax.Array, target: NamedSharding) -> jax.Array:
+    """An array of one device on all of them; other processes do that with their own, equal one."""
+    if target.is_fully_addressable:
+        return jax.device_put(array, target)
+    copies = [jax.device_put(array, device) for device in target.addressable_devices]
+    return jax.make_array_from_single_device_arrays(array.shape, target, copies)
+
+
+def find_devices(
+    count: int, platform: str | None = None, *, num_processes: int = 1
+) -> list[jax.Device]:
+    """The first ``count`` devices, as many of each process as of the others. On CPU, virtual
+    devices are made when none is in use yet.
 
     Raises:
         MeshError: there are fewer devices, or none of the platform.
     """
+    share = count // num_processes
     if platform in (None, "cpu"):
-        _request_cpu_devices(count)
+        _request_cpu_devices(share)
     try:
         devices = jax.devices(platform)
     except RuntimeError as error:
@@ -72,6 +91,9 @@ def find_devices(count: int, platform: str | None = None) -> list[jax.Device]:
             platform=platform,
             why=str(error),
         ) from error
+    if num_processes > 1:
+        by_process = [[d for d in devices if d.process_index == p] for p in range(num_processes)]
+        devices = [device for local in by_process for device in local[:share]]
     if len(devices) < count:
         raise MeshError(
             "tensor_parallel_size times prefill_context_parallel_size is at most the number of "

@@ -32,7 +32,9 @@ LLAMA3: dict[str, Any] = {"kind": "llama3", "factor": 8.0}
 
 @pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(EngineConfig)])
 def test_every_setting_has_the_type_of_its_annotation(name: str) -> None:
-    wrong = [1.5, b"x", [], {}, object()] + ["no such choice"] * (name != "model")
+    wrong = [1.5, b"x", [], {}, object()] + ["no such choice"] * (
+        name not in ("model", "master_addr")
+    )
     for value in wrong:
         with pytest.raises(ConfigError, match=f"^{name} is"):
             EngineConfig(**{"model": "m", name: value})
@@ -56,6 +58,41 @@ def test_values_outside_their_range(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{name} is") as caught:
         EngineConfig(**{"model": "m", **settings})
     assert caught.value.values == settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"nnodes": 0}, "nnodes is at least 1"),
+        ({"nnodes": 2, "node_rank": 2}, r"node_rank is in \[0, nnodes\)"),
+        ({"node_rank": 1}, r"node_rank is in \[0, nnodes\)"),
+        ({"nnodes": 2, "node_rank": -1}, r"node_rank is in \[0, nnodes\)"),
+        ({"master_addr": ""}, "master_addr is not empty"),
+        ({"master_port": 0}, "master_port is a port"),
+        ({"master_port": 65536}, "master_port is in"),
+        ({"nnodes": 3}, "the number of ranks is a multiple of nnodes"),
+    ],
+)
+def test_processes_that_make_no_engine(settings: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        EngineConfig("m", tensor_parallel_size=4, **settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ({"kv_transfer_config": KVTransferConfig("kv_producer")}, "kv_transfer_config"),
+        ({"step_form": "static"}, "step_form"),
+        ({"device": "neuron"}, "device"),
+    ],
+)
+def test_what_several_processes_cannot_do_names_both_settings(
+    setting: dict[str, Any], name: str
+) -> None:
+    EngineConfig("m", tensor_parallel_size=2, **setting)
+    with pytest.raises(UnsupportedCombination, match="nnodes") as caught:
+        EngineConfig("m", tensor_parallel_size=2, nnodes=2, **setting)
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])

@@ -102,6 +102,9 @@ def serve_command(
         dcpjax serve ./model -tp 4 -dcp 4 --block-size 16
     """
     config = EngineConfig.from_settings(model, settings)
+    if not config.distributed.is_leader:
+        _follow(config)
+        return
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == "InProcessConnector":
         raise WrongSettings(
@@ -207,6 +210,15 @@ def router_command(**settings: Any) -> None:
             click.echo(f"ready: {peers.summary()} at {url} (Ctrl-C stops)")
 
         asyncio.run(router.serve(config, bound, on_ready=announce))
+
+
+def _follow(config: EngineConfig) -> None:
+    from dcpjax.llm import load_follower
+
+    with LoadingProgress() as progress:
+        follow = load_follower(config, progress)
+    click.echo(f"ready: process {config.node_rank} of {config.nnodes} follows the first one")
+    follow()
 
 
 def _load(config: EngineConfig) -> Any:

@@ -33,6 +33,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
         "max_num_batched_tokens",
         "enable_prefix_caching",
     ),
+    "Several processes": ("nnodes", "node_rank", "master_addr", "master_port"),
     "Speculation": ("speculative_config",),
     "KV transfer": ("kv_transfer_config", "apply_prefill_dcp"),
 }

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from dcpjax.config.checks import has_type as has_type
 from dcpjax.config.checks import type_words as type_words
+from dcpjax.config.distributed import DistributedConfig as DistributedConfig
 from dcpjax.config.engine import CommBackend as CommBackend
 from dcpjax.config.engine import Device as Device
 from dcpjax.config.engine import DTypeName as DTypeName

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from dcpjax.config.checks import COUNT, FILLED, SEED, check_types
+from dcpjax.config.distributed import DistributedConfig
 from dcpjax.config.pcp_rules import check_pcp, check_without_pcp
 from dcpjax.config.speculative import SpeculativeConfig
 from dcpjax.config.transfer import KVTransferConfig
@@ -27,6 +28,9 @@ KVDTypeName = Literal[
     "auto", "float32", "bfloat16", "fp8", "float8_e4m3fn", "float8_e4m3", "fp8_ds_mla"
 ]
 StepFormName = Literal["auto", "dynamic", "static", "unrolled"]
+
+_OTHER_NUMBERS = ("seed", "node_rank", "master_port")
+"""Integers that may be 0, or whose rule stands elsewhere."""
 
 
 def _option(default: Any, help: str, *flags: str, **extra: Any) -> Any:
@@ -111,17 +115,24 @@ class EngineConfig:
     apply_prefill_dcp: bool = _option(
         False, "order the ranks as a prefill engine with DCP on Neuron does: DCP is the slow axis"
     )
+    nnodes: int = _option(
+        1, "processes of this engine; each runs this command with a node rank of its own"
+    )
+    node_rank: int = _option(0, "which process this is; 0 schedules and serves, the others follow")
+    master_addr: str = _option("127.0.0.1", "address of process 0, where the others find it")
+    master_port: int = _option(29501, "port of process 0 for the others")
 
     def __post_init__(self) -> None:
         check_types(self)
         for item in dataclasses.fields(self):
-            if item.type in (int, int | None) and item.name != "seed":
+            if item.type in (int, int | None) and item.name not in _OTHER_NUMBERS:
                 COUNT.check(self, item.name)
         SEED.check(self, "seed")
         FILLED.check(self, "model")
         self._check_context_parallelism()
         self._check_step_size()
         self._check_prefill_order()
+        self._check_processes()
 
     def _check_context_parallelism(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -158,6 +169,31 @@ class EngineConfig:
                 kv_role=None if transfer is None else transfer.kv_role,
             )
 
+    def _check_processes(self) -> None:
+        """What several processes cannot do yet, and ranks that do not come out even."""
+        processes = self.distributed
+        processes.local_ranks(self.num_ranks)
+        if processes.is_alone:
+            return
+        if self.kv_transfer_config is not None:
+            raise UnsupportedCombination(
+                "with kv_transfer_config an engine is one process: nnodes is 1",
+                nnodes=self.nnodes,
+                kv_role=self.kv_transfer_config.kv_role,
+            )
+        if self.step_form not in ("auto", "dynamic"):
+            raise UnsupportedCombination(
+                "steps of several processes (nnodes) have step_form 'dynamic'",
+                nnodes=self.nnodes,
+                step_form=self.step_form,
+            )
+        if self.device == "neuron":
+            raise UnsupportedCombination(
+                "an engine on device 'neuron' is one process: nnodes is 1",
+                nnodes=self.nnodes,
+                device=self.device,
+            )
+
     def _check_step_size(self) -> None:
         stripe = self.decode_context_parallel_size * self.interleave
         if stripe > self.max_num_batched_tokens:
@@ -168,6 +204,12 @@ class EngineConfig:
                 decode_context_parallel_size=self.decode_context_parallel_size,
                 cp_kv_cache_interleave_size=self.interleave,
             )
+
+    @property
+    def distributed(self) -> DistributedConfig:
+        """The processes of this engine."""
+        names = (item.name for item in dataclasses.fields(DistributedConfig))
+        return DistributedConfig(**{name: getattr(self, name) for name in names})
 
     @property
     def interleave(self) -> int:

@@ -54,10 +54,10 @@ def _share(mesh: Mesh) -> float:
 
 def _free_bytes_per_rank(mesh: Mesh) -> int:
     """Free memory of a device; virtual CPU devices share the host's."""
-    statistics = None if _is_cpu(mesh) else mesh.devices.flat[0].memory_stats()
+    statistics = None if _is_cpu(mesh) else mesh.local_devices[0].memory_stats()
     if statistics is None:  # some backends do not tell
         free = min(psutil.virtual_memory().available, _free_in_cgroup())
-        return int(free) // mesh.size
+        return int(free) // len(mesh.local_devices)
     return statistics["bytes_limit"] - statistics["bytes_in_use"]
 
 

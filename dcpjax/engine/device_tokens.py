@@ -1,17 +1,37 @@
 """The tokens that a step finds on the devices, because the host did not know them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 
 from dcpjax.cache.pool import Pools
 from dcpjax.engine.device_drafting import DeviceDrafter, DraftInputs
 from dcpjax.engine.request import Request
 from dcpjax.engine.step import StepResult, StepShape
 from dcpjax.engine.verification import SeedWords
+from dcpjax.mesh import place as place_values
+from dcpjax.mesh import replicate
+
+
+class DraftSeeds(NamedTuple):
+    """Seeds uint32 [rows, 2] and counters int32 [rows] of drafts' sampling; zeros elsewhere."""
+
+    seeds: np.ndarray
+    counters: np.ndarray
+
+    @classmethod
+    def of(
+        cls, shape: StepShape, requests: Mapping[int, Request], seed_words: SeedWords
+    ) -> "DraftSeeds":
+        """Those of the requests that sample, by row."""
+        seeds = cls(np.zeros((shape.rows, 2), np.uint32), np.zeros(shape.rows, np.int32))
+        for row, request in requests.items():
+            seeds.seeds[row] = seed_words(request)
+            seeds.counters[row] = request.next_output_index
+        return seeds
 
 
 class DeviceTokens:
@@ -22,11 +42,11 @@ class DeviceTokens:
     """
 
     def __init__(
-        self, max_rows: int, width: int, place: Any, drafter: DeviceDrafter | None
+        self, max_rows: int, width: int, place: NamedSharding, drafter: DeviceDrafter | None
     ) -> None:
         self._max_rows, self._width, self._place = max_rows, width, place
         self._drafter = drafter
-        self.array: Array = jax.device_put(np.zeros(max_rows * width, np.int32), place)
+        self.array: Array = place_values(np.zeros(max_rows * width, np.int32), place)
         self.rows: dict[str, int] = {}
 
     def read_drafts(self) -> Callable[[], dict[str, np.ndarray]]:
@@ -47,8 +67,8 @@ class DeviceTokens:
         packed: np.ndarray,
         result: StepResult,
         sampled: Array,
-        requests: Mapping[int, Request],
-        seed_words: SeedWords,
+        rows: Mapping[str, int],
+        seeds: DraftSeeds,
     ) -> Pools:
         """Let the next step find what this one has sampled, and what may follow.
 
@@ -57,7 +77,7 @@ class DeviceTokens:
 
         Args:
             sampled: what was chosen at each output.
-            requests: those that sampled, by row.
+            rows: of the requests that sampled, by id; nobody asks a follower for them.
 
         Returns:
             the pools of ``result``, which a drafter may have written to.
@@ -66,19 +86,12 @@ class DeviceTokens:
         if self._drafter is None and self._width > 1:
             return pools
         if sampled is not result.tokens:
-            sampled = jax.device_put(sampled, self._place)
-        rows = {request.request_id: row for row, request in requests.items()}
+            sampled = replicate(sampled, self._place)
         if self._drafter is None:
             self.array = sampled
         else:
             assert result.hidden is not None, "a drafter goes on from hidden states"
-            seeds = np.zeros((shape.rows, 2), np.uint32)
-            counters = np.zeros(shape.rows, np.int32)
-            for row, request in requests.items():
-                seeds[row], counters[row] = seed_words(request), request.next_output_index
-            step = DraftInputs(
-                shape, packed, self.array, result.hidden, sampled, rows, seeds, counters
-            )
+            step = DraftInputs(shape, packed, self.array, result.hidden, sampled, rows, *seeds)
             self.array, pools = self._drafter.follow(step, pools)
-        self.rows = rows
+        self.rows = dict(rows)
         return pools

@@ -3,6 +3,7 @@
 With speculation it looks at what a step has accepted before it plans the next one.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -22,7 +23,9 @@ from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
 from dcpjax.engine.device_drafting import DeviceDrafter
+from dcpjax.engine.dispatched import Dispatched
 from dcpjax.engine.drafting import Drafter, NgramDrafter
+from dcpjax.engine.follower import follow
 from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
 from dcpjax.engine.kv_backends import prepare_backend
 from dcpjax.engine.kv_local import LocalKV
@@ -31,10 +34,11 @@ from dcpjax.engine.kv_parts import describe_parts
 from dcpjax.engine.kv_staging import StagingArea
 from dcpjax.engine.mtp_drafter import MtpDrafter
 from dcpjax.engine.plan import Drain
+from dcpjax.engine.processes import SeveralProcesses, join_processes
 from dcpjax.engine.prompt_split import PromptSplit
 from dcpjax.engine.remote_kv import KVLoad
 from dcpjax.engine.request import Request, TokenOutput
-from dcpjax.engine.runner import Dispatched, Runner
+from dcpjax.engine.runner import Runner
 from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import EngineDeadError, RequestError
@@ -61,22 +65,22 @@ class Engine:
         if config.load_format == "dummy":
             checkpoint = random_weights(checkpoint, config.seed)
         keep_compiled_programs()
-        platform = None if config.device == "auto" else config.device
-        devices = find_devices(config.num_ranks, platform)
-        if devices[0].platform == "neuron":
-            check_process(os.environ)
-        self._mesh = _make_mesh(devices, config)
-        self.blueprint = Blueprint(
-            config, self.model_config, devices[0].platform, checkpoint.dtype, _fp8(devices[0])
-        )
-        self.max_model_len = self.blueprint.max_model_len
-        transfer = config.kv_transfer_config
-        engine_id = new_engine_id(None if transfer is None else transfer.engine_id)
-        backend = prepare_backend(config, self.model_config, engine_id, self._kv_platform)
+        self._processes = join_processes(config, checkpoint)
         with ExitStack() as opened:  # closed again where something of the rest is refused
+            opened.push(lambda kind, error, trace: self._processes.fail(error) if error else None)
+            self._processes.run(self._find_mesh)
+            device = self._mesh.devices.flat[0]
+            self.blueprint = Blueprint(
+                config, self.model_config, device.platform, checkpoint.dtype, _fp8(device)
+            )
+            self.max_model_len = self.blueprint.max_model_len
+            transfer = config.kv_transfer_config
+            engine_id = new_engine_id(None if transfer is None else transfer.engine_id)
+            backend = prepare_backend(config, self.model_config, engine_id, self._kv_platform)
             if backend is not None:
                 opened.callback(backend.close)
-            self._build(checkpoint, progress)
+            self._processes.run(lambda: self._build(checkpoint, progress))
+            self._processes.settle()
             opened.callback(self.runner.close)
             if backend is not None:
                 opened.callback(backend.close)  # before the pool, which it has registered
@@ -87,6 +91,14 @@ class Engine:
         self._num_steps = 0
         self._is_blocked = False
         self._is_dead = False
+
+    def _find_mesh(self) -> None:
+        config = self.config
+        platform = None if config.device == "auto" else config.device
+        devices = find_devices(config.num_ranks, platform, num_processes=config.nnodes)
+        if devices[0].platform == "neuron":
+            check_process(os.environ)
+        self._mesh = _make_mesh(devices, config)
 
     def _build(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
         """Everything that computes: weights, pool, scheduler and compiled steps."""
@@ -112,7 +124,8 @@ class Engine:
 
     def _choose_pools(self) -> PoolShapes:
         shapes = self.blueprint.pool_shapes(num_pages=1)
-        return choose_num_pages(shapes, self.config, self.max_model_len, self._mesh)
+        shapes = choose_num_pages(shapes, self.config, self.max_model_len, self._mesh)
+        return shapes.with_pages(self._processes.least(shapes.num_pages))
 
     def _place_model(self, checkpoint: Checkpoint, progress: Progress | None) -> PlacedModel:
         sharding, dtype = self.blueprint.sharding, self.blueprint.dtype
@@ -133,6 +146,7 @@ class Engine:
             mirrors_pool=self.blueprint.mirrors_pool,
             speculation=self.config.speculative_config,
             drafter=drafter,
+            processes=self._processes,
         )
 
     def _make_prompt_split(self) -> PromptSplit | None:
@@ -218,8 +232,10 @@ class Engine:
         return 0 if self._handoff is None else self._handoff.num_offers
 
     def on_wake(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, from any thread, when a blocked engine has something to do."""
+        """Have ``wake`` called, from any thread, when a blocked engine has something to do, or one
+        without work has failed."""
         self._wake = wake
+        self._processes.on_failure(wake)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -279,6 +295,7 @@ class Engine:
     def _check_alive(self) -> None:
         if self._is_dead:
             raise EngineDeadError("a step was interrupted or the engine is closed; open a new one")
+        self._processes.check()
 
     def drain(self) -> list[TokenOutput]:
         """Wait for the step in flight, if any, and commit its tokens."""
@@ -286,10 +303,11 @@ class Engine:
         if dispatched is None:
             outputs = self.scheduler.take_ended()
         else:
-            results = dispatched.wait()
+            tokens = self._processes.run(dispatched.wait)
+            self._processes.confirm(dispatched.tokens.witness)
             for request, prefixes in dispatched.disagreements():
                 self.scheduler.fail(request.request_id, _disagreement(prefixes))
-            outputs = self.scheduler.commit(dispatched.plan, *results)
+            outputs = self.scheduler.commit(dispatched.plan, *tokens)
             self._drafted = dispatched.drafted
         # Only now: a load writes at once into its pages, which a step that was in flight when they
         # were given to it may still have written for the request that had them before.
@@ -303,6 +321,20 @@ class Engine:
         for export in events.exports:
             self.runner.copy_out(export.page_ids)
         return {} if self._handoff is None else self._handoff.serve(events)
+
+    def follow(self) -> None:
+        """Do what the leader says, in its order, until it closes the engine.
+
+        Raises:
+            EngineDeadError: a process of the engine is gone or failed.
+        """
+        assert isinstance(self._processes, SeveralProcesses), "an engine of one process leads"
+        try:
+            follow(self.runner, self._processes)
+        except BaseException as error:  # also when it is interrupted: the others have to know
+            self._processes.fail(error)
+            raise
+        self.runner.close()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their pages."""
@@ -336,6 +368,7 @@ class Engine:
                 axis: ranks for axis, ranks in self._mesh.shape.items() if axis != PCP or ranks > 1
             },
             "pcp": None if self._prompt_split is None else self._prompt_split.stats(),
+            "num_processes": self.config.nnodes,
             "cp_kv_cache_interleave_size": self.config.interleave,
             "audit": {
                 "steps": len(audits),
@@ -350,12 +383,15 @@ class Engine:
     def close(self) -> None:
         """Wait for the step in flight and free the pool. Idempotent."""
         self._is_dead = True
-        if self._in_flight is not None:
-            self._in_flight.wait()
-            self._in_flight = None
+        dispatched, self._in_flight = self._in_flight, None
+        with contextlib.suppress(EngineDeadError):  # another process: whoever steps hears of it
+            if dispatched is not None:
+                self._processes.run(dispatched.wait)
+        self._processes.close()
         if self._handoff is not None:
             self._handoff.close()  # nothing outside touches the pool afterwards
-        self.runner.close()
+        with contextlib.suppress(EngineDeadError):
+            self._processes.run(self.runner.close)
 
 
 def _fp8(device: jax.Device) -> str:

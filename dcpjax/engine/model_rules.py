@@ -10,6 +10,12 @@ from dcpjax.models.experts import rank_experts
 
 def check_neuron(config: EngineConfig, model: ModelConfig) -> None:
     """Refuse what Neuron cannot do."""
+    if config.nnodes > 1:
+        raise UnsupportedCombination(
+            "an engine on Neuron is one process: nnodes is 1",
+            nnodes=config.nnodes,
+            device="neuron",
+        )
     if config.step_form == "dynamic":
         raise UnsupportedCombination(
             "Neuron compiles no loop of unknown length, so step_form is 'static' or 'unrolled'",

@@ -16,7 +16,7 @@ from dcpjax.engine.device_drafting import DraftInputs
 from dcpjax.engine.draft_step import make_draft_step
 from dcpjax.engine.request import NO_DRAFTS, Drafts, Request
 from dcpjax.engine.step import StepShape
-from dcpjax.mesh import WORLD
+from dcpjax.mesh import WORLD, place
 from dcpjax.models.weights import PlacedModel
 
 
@@ -41,7 +41,7 @@ class MtpDrafter:
         self._model, self._mesh, self._sharding = model, mesh, sharding
         self._speculation, self._vocab_size = speculation, vocab_size
         self._is_audited = is_audited
-        self._rank_ids = jax.device_put(
+        self._rank_ids = place(
             np.arange(mesh.size, dtype=np.uint32), NamedSharding(mesh, PartitionSpec(WORLD))
         )
         self._programs: dict[StepShape, Callable] = {}

@@ -4,12 +4,12 @@ Every shape is compiled and audited in warm-up and run through its compiled form
 nothing can be compiled later.
 """
 
+import dataclasses
 import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,69 +22,27 @@ from dcpjax.attention.block import TokenSharding
 from dcpjax.cache.pool import Pools, PoolShapes, allocate_pools
 from dcpjax.config import Progress, SpeculativeConfig
 from dcpjax.engine.audit import StepAudit, audit_step
+from dcpjax.engine.collectives import check_collectives
+from dcpjax.engine.consensus import key_of
 from dcpjax.engine.device_drafting import DeviceDrafter
-from dcpjax.engine.device_tokens import DeviceTokens
+from dcpjax.engine.device_tokens import DeviceTokens, DraftSeeds
+from dcpjax.engine.dispatched import Dispatched, Executed
 from dcpjax.engine.kv_parts import Regions, rank_memory
+from dcpjax.engine.link_messages import RunStep
+from dcpjax.engine.orders import StepOrder, from_message, to_message
 from dcpjax.engine.packing import all_shapes, pack, positions_of, rows_of, smallest_fitting
 from dcpjax.engine.page_tables import PageTables
 from dcpjax.engine.plan import StepPlan, StepShapes
 from dcpjax.engine.pool_mirror import PoolMirror
-from dcpjax.engine.request import Request, TokenLogprobs
-from dcpjax.engine.sampler import SampledTokens, Sampler, SamplingForm
+from dcpjax.engine.processes import OneProcess, Processes
+from dcpjax.engine.sampler import CountsReset, SampledTokens, Sampler, SamplingForm
 from dcpjax.engine.step import StepResult, StepShape, fetch_logits, gather_logits, make_step
 from dcpjax.engine.verification import Verifier
 from dcpjax.errors import AuditError
 from dcpjax.form import DYNAMIC, StepForm
-from dcpjax.mesh import WORLD
+from dcpjax.mesh import WORLD, place
 from dcpjax.models.weights import PlacedModel
 from dcpjax.transfer.memory import RankMemory
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """A step on its way: its plan, and its tokens once somebody waits for them.
-
-    ``ends`` is an output of the step itself, on every device, ``drafted`` of what was dispatched
-    behind it to draft, if anything was. With a ``verifier`` the step had drafts, those that the
-    host does not know in ``drafts`` by request id.
-    """
-
-    plan: StepPlan
-    tokens: SampledTokens
-    ends: Array
-    drafted: Array | None = None
-    verifier: Verifier | None = None
-    drafts: Callable[[], dict[str, np.ndarray]] = dict
-    prefixes: Array | None = None
-
-    def wait(self) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
-        """The new tokens of each sampling segment, and log-probabilities where asked for, when the
-        step writes into no page any more; what drafts behind it may still write into pages of the
-        draft layer.
-
-        A device may be the last to write: the tokens, read from one of them, do not tell.
-        """
-        jax.block_until_ready(self.ends)
-        sampled, logprobs = self.tokens.wait()
-        if self.verifier is None:
-            return sampled, logprobs
-        tokens = self.verifier.accept(self.plan.sampling, sampled, self.drafts())
-        counts = map(len, tokens)
-        return tokens, [items[:n] for items, n in zip(logprobs, counts, strict=True)]
-
-    def disagreements(self) -> list[tuple[Request, np.ndarray]]:
-        """Requests before whose prompt chunks the PCP ranks have different tokens, when the step
-        has ended: what the ranks have, see ``StepResult.prefixes``. The step's results for them
-        are of no meaning.
-        """
-        if self.prefixes is None:
-            return []
-        by_segment = np.asarray(self.prefixes).swapaxes(0, 1)
-        return [
-            (segment.request, every)
-            for segment, every in zip(self.plan.prefill, by_segment, strict=False)
-            if (every != every[:1]).any()
-        ]
 
 
 class Runner:
@@ -106,7 +64,9 @@ class Runner:
         mirrors_pool: bool = False,
         speculation: SpeculativeConfig | None = None,
         drafter: DeviceDrafter | None = None,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes = processes or OneProcess()
         self._model, self._mesh, self._sharding = model, mesh, sharding
         self._vocab_size, self._form = vocab_size, form
         self._shapes = all_shapes(shapes, table_widths, checks_prefixes=sharding.layer_ranks > 1)
@@ -119,13 +79,13 @@ class Runner:
         width = max(shapes.decode_widths)
         self._tokens = DeviceTokens(self._max_rows, width, self._replicated, drafter)
         self._yields_hidden = drafter is not None
-        self._rank_ids = jax.device_put(
+        self._rank_ids = place(
             np.arange(mesh.size, dtype=np.uint32),
             jax.sharding.NamedSharding(mesh, PartitionSpec(WORLD)),
         )
         self._steps: dict[StepShape, Callable] = {}
         self._sampler = Sampler(
-            jax.devices("cpu")[0] if form.samples_on_host else mesh.devices.flat[0],
+            jax.devices("cpu")[0] if form.samples_on_host else mesh.local_devices[0],
             vocab_size=vocab_size,
             max_num_seqs=max_num_seqs,
             max_rows=self._max_outputs,
@@ -232,8 +192,19 @@ class Runner:
             if self._form.is_audited:
                 self.audits = tuple(executor.map(self._audit, self._shapes))
         self._sampler.install({form: compiled[form] for form in self._sampler.programs})
+        self._processes.agree("run the same collectives in the same order", self._collectives)
         for shape in self._shapes:
             self._run_once(shape)
+
+    def _collectives(self) -> int:
+        """A number that stands for the collectives of all steps.
+
+        Raises:
+            AuditError: one of them depends on a value of its step.
+        """
+        steps: dict[StepShape, Any] = dict(self._steps)
+        found = [check_collectives(step.as_text(), str(shape)) for shape, step in steps.items()]
+        return key_of(repr(found).encode())
 
     def _compile(self, shape: StepShape) -> Callable:
         step = make_step(
@@ -263,10 +234,9 @@ class Runner:
         The first run of a program takes longer than the next ones.
         """
         before = self._addresses()
-        packed = self._pack(shape, StepPlan())
-        result = self._dispatch_forward(shape, packed)
-        sampled = self._sampler.sample(self._whole_logits(result.logits), {})
-        self._keep(shape, packed, result, sampled.ids, {})
+        order = self._order(shape, StepPlan())
+        nobody = self._sampler.order(shape.num_outputs, {})
+        self.execute(dataclasses.replace(order, sampling=nobody))
         jax.block_until_ready(self._tokens.array)
         if (after := self._addresses()) != before:
             raise AuditError(
@@ -281,36 +251,48 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Start a step. Returns at once; the next plan may build on its tokens."""
         shape = smallest_fitting(self._shapes, plan, self._page_tokens)
+        order = self._order(shape, plan)
+        self._processes.announce(lambda: to_message(order, self._shapes))
+        drafts = self._tokens.read_drafts()
+        run = self._processes.run(lambda: self.execute(order))
+        tokens = SampledTokens(run.ids, positions_of(plan, shape), run.details)
+        return Dispatched(plan, tokens, run.ends, run.drafted, self._verifier, drafts, run.prefixes)
+
+    def order_of(self, message: RunStep) -> StepOrder:
+        """A follower: what the leader's :meth:`dispatch` has announced."""
+        return from_message(message, self._shapes, self._sampler.blank_inputs)
+
+    def _order(self, shape: StepShape, plan: StepPlan) -> StepOrder:
+        """All that the host says about a step."""
         for request in plan.started:
             self._tables.start(request)
-            self._sampler.start(request)
-        packed = self._pack(shape, plan)
-        result = self._dispatch_forward(shape, packed)
-        sampling = positions_of(plan, shape)
-        drafts = self._tokens.read_drafts()
-        if all(position.request.params.is_greedy for position in sampling.values()):
-            tokens = SampledTokens(result.tokens, sampling)
-        else:
-            tokens = self._sampler.sample(self._whole_logits(result.logits), sampling)
+        resets = (CountsReset.of(request) for request in plan.started)
         requests = {row: s.request for row, s in rows_of(plan, shape) if s.samples}
-        self._keep(shape, packed, result, tokens.ids, requests)
-        drafted = self._tokens.array if self._yields_hidden else None
-        return Dispatched(
-            plan, tokens, result.tokens, drafted, self._verifier, drafts, result.prefixes
+        sampling = positions_of(plan, shape)
+        is_greedy = all(position.request.params.is_greedy for position in sampling.values())
+        return StepOrder(
+            shape=shape,
+            packed=self._pack(shape, plan),
+            resets=tuple(reset for reset in resets if reset is not None),
+            outputs=tuple(sampling),
+            sampling=None if is_greedy else self._sampler.order(shape.num_outputs, sampling),
+            seeds=DraftSeeds.of(shape, requests, self._sampler.seed_words),
+            rows={request.request_id: row for row, request in requests.items()},
         )
 
-    def _keep(
-        self,
-        shape: StepShape,
-        packed: np.ndarray,
-        result: StepResult,
-        sampled: Array,
-        requests: dict[int, Request],
-    ) -> None:
-        """Leave what the next step needs on the devices."""
+    def execute(self, order: StepOrder) -> Executed:
+        """Dispatch a step, and leave on the devices what the next one needs. Returns at once."""
+        for reset in order.resets:
+            self._sampler.reset(reset)
+        result = self._dispatch_forward(order.shape, order.packed)
+        ids, details = result.tokens, None
+        if order.sampling is not None:
+            ids, details = self._sampler.sample(self._whole_logits(result.logits), order.sampling)
         self._pools = self._tokens.keep(
-            shape, packed, result, sampled, requests, self._sampler.seed_words
+            order.shape, order.packed, result, ids, order.rows, order.seeds
         )
+        drafted = self._tokens.array if self._yields_hidden else None
+        return Executed(order.outputs, ids, details, result.tokens, drafted, result.prefixes)
 
     def _dispatch_forward(self, shape: StepShape, packed: np.ndarray) -> StepResult:
         result = StepResult(*self._steps[shape](*self._arguments(packed)))
@@ -323,7 +305,7 @@ class Runner:
         return self._model.parameters, self._pools, packed, previous, self._rank_ids
 
     def _whole_logits(self, logits: Array) -> Array | np.ndarray:
-        """All logits, on the first device or where they are sampled."""
+        """All logits, on this process's first device or where they are sampled."""
         if self._form.samples_on_host:
             return fetch_logits(logits, self._vocab_size, self._sampler.bucket(logits.shape[0]))
         return self._gather[logits.shape[0]](logits).addressable_shards[0].data

@@ -5,7 +5,7 @@ tokens.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from dcpjax.engine.consensus import key_of
 from dcpjax.engine.request import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, Request, TokenLogprobs
 from dcpjax.errors import RequestError
 from dcpjax.sampling import (
@@ -57,6 +58,33 @@ class SamplingForm:
         return f"sampling of {self.rows}{extras}"
 
 
+@dataclass(frozen=True)
+class SampleOrder:
+    """One call of sampling: its form, and the parameters of all rows by name."""
+
+    form: SamplingForm
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class CountsReset:
+    """The tokens that penalties of a slot count: those of the prompt, and outputs one by one."""
+
+    slot: int
+    prompt: np.ndarray
+    outputs: np.ndarray
+
+    @classmethod
+    def of(cls, request: Request) -> "CountsReset | None":
+        """For a request that got its slot, if penalties need it: the counts of the others mean
+        nothing, tokens behind rejected drafts are among them."""
+        if not request.params.has_penalties:
+            return None
+        assert request.slot is not None, "only running requests have counts"
+        prompt = np.unique(np.asarray(request.prompt_token_ids, np.int32))
+        return cls(request.slot, prompt, np.asarray(request.output_token_ids, np.int32))
+
+
 class Position(NamedTuple):
     """Which token of a request a row chooses: ``offset`` behind the next one."""
 
@@ -91,6 +119,10 @@ class SampledTokens:
         )
         return tokens, [[item for item in items if item is not None] for items in logprobs]
 
+    def witness(self) -> int:
+        """A number that is equal where the same tokens were chosen. Waits for them."""
+        return witness_of(self.ids, tuple(self.rows))
+
     def _by_segment(self, values: Mapping[int, T]) -> list[list[T]]:
         """Values of rows as those of each segment."""
         segments: list[list[T]] = []
@@ -99,6 +131,11 @@ class SampledTokens:
                 segments.append([])
             segments[-1].append(values[row])
         return segments
+
+
+def witness_of(ids: Array, outputs: Sequence[int]) -> int:
+    """A number that stands for what was chosen at these outputs of a step. Waits for them."""
+    return key_of(np.asarray(ids)[list(outputs)].astype(np.int64).tobytes())
 
 
 def _token_logprobs(
@@ -180,31 +217,39 @@ class Sampler:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), arrays
         )
 
-    def start(self, request: Request) -> None:
-        """Begin the counts of a request that got its slot, if penalties need them: those of the
-        others mean nothing, tokens behind rejected drafts are among them."""
-        if request.params.has_penalties:
-            self._reset_row(request)
-
-    def _reset_row(self, request: Request) -> None:
-        outputs = np.asarray(request.output_token_ids, np.int64)
-        counts = np.bincount(outputs, minlength=self._vocab_size).astype(np.int32)
+    def reset(self, order: CountsReset) -> None:
+        """Begin the counts of a slot anew."""
+        counts = np.bincount(order.outputs, minlength=self._vocab_size).astype(np.int32)
         in_prompt = np.zeros(self._vocab_size, bool)
-        in_prompt[list(request.prompt_token_ids)] = True
-        row = (np.asarray([request.slot], np.int32), counts[None], in_prompt[None])
+        in_prompt[order.prompt] = True
+        row = (np.asarray([order.slot], np.int32), counts[None], in_prompt[None])
         self._state = self._reset(self._state, *jax.device_put(row, self._place))
 
-    def sample(self, logits: Array | np.ndarray, rows: Mapping[int, Position]) -> SampledTokens:
-        """Choose tokens for these rows of ``logits`` [rows, V]; returns at once."""
+    def order(self, num_rows: int, rows: Mapping[int, Position]) -> SampleOrder:
+        """How to choose tokens for these rows of the logits of ``num_rows`` outputs."""
         params = [position.request.params for position in rows.values()]
         with_logprobs = any(p.logprobs is not None for p in params)
         with_filters = with_logprobs or any(p.has_filters for p in params)
-        program = self._programs[SamplingForm(logits.shape[0], with_filters, with_logprobs)]
-        inputs = jax.device_put(self._inputs(rows, logits.shape[0]), self._place)
-        inputs = SamplingInputs(**inputs)
+        form = SamplingForm(self.bucket(num_rows), with_filters, with_logprobs)
+        return SampleOrder(form, self._inputs(rows, form.rows))
+
+    def blank_inputs(self, num_rows: int) -> dict[str, np.ndarray]:
+        """Parameters of an order in which no row samples: their names, shapes and types."""
+        return self._inputs({}, num_rows)
+
+    def sample(
+        self, logits: Array | np.ndarray, order: SampleOrder
+    ) -> tuple[Array, SampleResult | None]:
+        """Choose tokens for rows of ``logits`` [rows, V]; returns at once.
+
+        Returns:
+            tokens, see :class:`SampledTokens`, and the details where somebody asked for them.
+        """
+        inputs = SamplingInputs(**jax.device_put(dict(order.inputs), self._place))
         logits = jax.device_put(logits, self._place)
+        program = self._programs[order.form]
         ids, result, self._state = program(logits, inputs, self._state)
-        return SampledTokens(ids, rows, result if with_logprobs else None)
+        return ids, result if order.form.with_logprobs else None
 
     def _inputs(self, rows: Mapping[int, Position], num_rows: int) -> dict[str, np.ndarray]:
         """Parameters of all rows; those that do not sample are greedy, in the spare slot."""

@@ -6,18 +6,36 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.progress import Progress as ProgressBar
 
 from dcpjax.config import EngineConfig, Progress
 from dcpjax.engine.request import Request, SamplingParams, TokenLogprobs
-from dcpjax.errors import CheckpointError, RequestError
+from dcpjax.errors import CheckpointError, ConfigError, RequestError
 from dcpjax.llm.dispatch import Dispatcher
 from dcpjax.llm.interfaces import TokenEngine
 from dcpjax.llm.sequence import Message, Prompt, SequenceDelta, SequenceRecord, TextSide
 from dcpjax.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from dcpjax.models.checkpoint import Checkpoint
+
+
+def load_follower(config: EngineConfig, progress: Progress | None = None) -> Callable[[], None]:
+    """This process of an engine that another one leads, loaded and compiled.
+
+    Returns:
+        what follows the leader until it closes the engine; raises EngineDeadError when a process of
+        it is gone or failed.
+
+    Raises:
+        ConfigError: a setting or a model file is wrong, or not the same on all processes.
+    """
+    from dcpjax.engine.engine import Engine
+
+    return Engine(config, _open(config, progress), progress=progress).follow
 
 
 def load_engine(
@@ -30,20 +48,32 @@ def load_engine(
 
     Raises:
         ConfigError: a setting or a model file is wrong.
+        EngineDeadError: another process of the engine is gone or failed.
     """
     from dcpjax.engine.engine import Engine
+
+    if not config.distributed.is_leader:
+        raise ConfigError(
+            "the process with node rank 0 takes requests; the others follow it with "
+            "`dcpjax serve` and their own --node-rank",
+            node_rank=config.node_rank,
+        )
+    checkpoint = _open(config, progress)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
+    if tokenizer is not None:
+        _check_vocabulary(tokenizer, checkpoint.config.vocab_size)
+    return Engine(config, checkpoint, progress=progress), tokenizer
+
+
+def _open(config: EngineConfig, progress: Progress | None) -> "Checkpoint":
     from dcpjax.models.checkpoint import open_checkpoint
 
-    checkpoint = open_checkpoint(
+    return open_checkpoint(
         config.model,
         weights=config.load_format != "dummy",
         draft_layers=None if config.drafts_with_model else False,
         progress=None if progress is None else _in_percent(progress),
     )
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(checkpoint.path)
-    if tokenizer is not None:
-        _check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    return Engine(config, checkpoint, progress=progress), tokenizer
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

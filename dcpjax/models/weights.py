@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from dcpjax.config import GlmConfig, ModelConfig, Progress
 from dcpjax.mesh import partition
+from dcpjax.mesh import place as place_values
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.glm import Glm
 from dcpjax.models.glm_weights import glm_source
@@ -67,7 +68,7 @@ def place_model(
         tensor = _source(path, checkpoint.config, layout).read(checkpoint, parameter.dtype)
         tensor = _pad(tensor, parameter.shape)
         target = NamedSharding(mesh, partition(*parameter.get_metadata("axes")))
-        return jax.device_put(np.ascontiguousarray(tensor), target)
+        return place_values(np.ascontiguousarray(tensor), target)
 
     filled = []
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:

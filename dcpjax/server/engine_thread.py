@@ -259,6 +259,9 @@ class EngineClient:
                 if outputs := self._engine.step():
                     self._tell(self._deliver, outputs)
             self._engine.close()
+        except EngineDeadError as error:  # another process of it, for example: says which and why
+            _log.exception("the engine stopped")
+            self._tell(self._fail, error)
         except Exception:  # whatever it was, nobody else could tell the waiting streams
             _log.exception("the engine stopped")
             self._tell(self._fail, _dead())

@@ -1,12 +1,12 @@
 """Collectives: predicted kind, count and bytes are those of compiled programs."""
 
-import re
+import math
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
+from dcpjax.engine.collectives import collectives_of
 from dcpjax.engine.step import StepShape
 from dcpjax.models.checkpoint import open_checkpoint
 from dcpjax.planner.deployment import Deployment
@@ -15,12 +15,8 @@ from dcpjax.planner.traffic import Collective, traffic
 from tests.engine.harness import Layout, StepHarness
 from tests.golden.tiny import write_tiny_model
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 SIZES = {"f32": 4, "bf16": 2, "s32": 4}
 """Bytes of the types of exchanged values."""
-_COLLECTIVE = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})(?:-start)?\((.*)")
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-_GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 
 
 def compiled_collectives(text: str) -> Counter:
@@ -30,15 +26,10 @@ def compiled_collectives(text: str) -> Counter:
     it is a share.
     """
     found: Counter = Counter()
-    for result, kind, rest in _COLLECTIVE.findall(text):
-        groups = _GROUP.search(rest)
-        assert groups is not None, rest
-        ranks = len(groups[1].split(",")) if groups[1] else int(groups[2])
-        size = sum(
-            SIZES[dtype] * int(np.prod([int(n) for n in dims.split(",") if n]))
-            for dtype, dims in _ARRAY.findall(result)
-        )
-        found[kind, ranks, size * (ranks if kind == "reduce-scatter" else 1)] += 1
+    for one in collectives_of(text):
+        size = sum(SIZES[dtype] * math.prod(extents) for dtype, extents in one.shapes)
+        is_share = one.kind == "reduce-scatter"
+        found[one.kind, one.num_ranks, size * (one.num_ranks if is_share else 1)] += one.repeats
     return found
 
 
@@ -80,7 +71,7 @@ def test_collectives_are_those_of_the_compiled_step(name, layout, rows, tmp_path
 
 
 def test_the_reader_of_programs_tells_sizes_apart():
-    text = """
+    text = """ENTRY %main (x: f32[2]) -> f32[2] {
   %a = f32[4,2]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
   b = (f32[2,3]{1,0}, f32[2,3]{1,0}) all-to-all(%x, %y), replica_groups={{0,1}}
   %c = bf16[5]{0} reduce-scatter(%x), replica_groups=[1,4]<=[4]

@@ -1,0 +1,33 @@
+"""A process of an engine that another one leads: the same programs in the same order."""
+
+from collections import deque
+
+from dcpjax.engine.dispatched import Executed
+from dcpjax.engine.link_messages import Close, Confirm, RunStep
+from dcpjax.engine.processes import SeveralProcesses
+from dcpjax.engine.runner import Runner
+
+
+def follow(runner: Runner, processes: SeveralProcesses) -> None:
+    """Run what the leader announces until it closes the engine.
+
+    A step is dispatched when it is announced, and waited for when the leader waits for it too; by
+    then the next one may be on its way.
+
+    Raises:
+        EngineDeadError: a process of the engine is gone or failed, this one included.
+    """
+    unconfirmed: deque[Executed] = deque()
+    while True:
+        match processes.receive():
+            case RunStep() as message:
+                order = runner.order_of(message)
+                unconfirmed.append(processes.run(lambda order=order: runner.execute(order)))
+            case Confirm():
+                witness = processes.run(unconfirmed.popleft().witness)
+                processes.confirm(lambda witness=witness: witness)
+            case Close():
+                processes.close()
+                return
+            case other:
+                raise AssertionError(f"{other} is nothing that a leader announces")

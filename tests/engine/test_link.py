@@ -1,0 +1,122 @@
+"""Ends of links in one process: who is heard, who is told of a failure, and when nobody is."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zmq
+
+from dcpjax.config import DistributedConfig
+from dcpjax.engine.joining import join
+from dcpjax.engine.link import Link
+from dcpjax.engine.link_messages import Close, Confirm, Hello, RowOf
+from dcpjax.errors import ConfigError, EngineDeadError
+from tests.engine.processes import PATIENCE, free_port
+
+RANKS = 3
+Links = list[Link]
+
+
+@pytest.fixture
+def config() -> DistributedConfig:
+    return DistributedConfig(nnodes=RANKS, master_port=free_port())
+
+
+@pytest.fixture
+def links(config: DistributedConfig) -> Iterator[Links]:
+    """A leader and its followers, which have found each other."""
+    configs = [config_of(config, rank) for rank in range(RANKS)]
+    ends = [Link(one) for one in configs]
+    with ThreadPoolExecutor(RANKS) as executor:
+        found = executor.map(join, ends, configs, [{"a": "1"}] * RANKS)
+        assert len(set(found)) == 1
+    yield ends
+    for end in reversed(ends):
+        end.close()
+
+
+def config_of(config: DistributedConfig, rank: int) -> DistributedConfig:
+    return DistributedConfig(config.nnodes, rank, config.master_addr, config.master_port)
+
+
+def test_the_leader_tells_all_and_knows_who_answers(links: Links):
+    leader, *followers = links
+    leader.send(Confirm())
+    assert all(end.receive(PATIENCE) == (0, Confirm()) for end in followers)
+    for rank, end in enumerate(followers, start=1):
+        end.send(RowOf(bytes([rank])))
+    assert sorted(leader.receive(PATIENCE) for _ in followers) == [
+        (1, RowOf(b"\1")),
+        (2, RowOf(b"\2")),
+    ]
+
+
+def check_ended(end: Link, rank: int, reason: str) -> None:
+    with pytest.raises(EngineDeadError, match=f"node rank {rank}") as caught:
+        end.wait_for_failure(PATIENCE)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("failing", range(RANKS))
+def test_all_hear_of_a_failure(links: Links, failing: int):
+    heard: list[int] = []
+    for rank, end in enumerate(links):
+        end.on_failure(lambda rank=rank: heard.append(rank))
+    links[failing].fail("as the test wants it")
+    for end in links:
+        check_ended(end, failing, "as the test wants it")
+    assert sorted(heard) == list(range(RANKS))
+
+
+@pytest.mark.parametrize("leaving", range(RANKS))
+def test_all_others_hear_of_one_that_is_gone(links: Links, leaving: int):
+    links[leaving].close()
+    for end in links[:leaving] + links[leaving + 1 :]:
+        check_ended(end, leaving, "gone")
+
+
+def test_a_leader_that_said_so_may_leave(links: Links):
+    leader, *followers = links
+    leader.send(Close())
+    leader.close()
+    assert all(end.receive(PATIENCE) == (0, Close()) for end in followers)
+    for end in followers:
+        end.wait_for_failure(0.2)
+
+
+def test_a_silent_link_times_out(links: Links):
+    with pytest.raises(TimeoutError):
+        links[0].receive(0.01)
+
+
+def test_strangers_change_nothing(links: Links, config: DistributedConfig):
+    leader, follower, _ = links
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://127.0.0.1:{config.master_port}")
+        for frame in (b"GET / HTTP/1.1", b"\x81"):
+            stranger.send(frame)
+        late = Link(config_of(config, 1))
+        with pytest.raises(ConfigError, match="all of this one are there"):
+            join(late, config_of(config, 1), {"a": "1"})
+        late.close()
+    follower.send(RowOf(b"1"))
+    assert leader.receive(PATIENCE) == (1, RowOf(b"1"))
+    leader.check()
+
+
+def test_a_port_that_is_taken_is_refused(links: Links, config: DistributedConfig):
+    with pytest.raises(ConfigError, match="the leader can listen"):
+        Link(config)
+
+
+def test_names_are_what_followers_say(config: DistributedConfig):
+    leader, follower = Link(config), Link(config_of(config, 2))
+    follower.send(Hello(2, {}))
+    identity, message = leader.receive_from(PATIENCE)
+    assert message == Hello(2, {})
+    leader.name(identity, 2)
+    follower.send(Confirm())
+    assert leader.receive(PATIENCE) == (2, Confirm())
+    leader.close()
+    follower.close()
