@@ -101,6 +101,21 @@ def test_four_ranks_in_several_processes(model: Checkpoint, cache: Path, nnodes:
     check_tokens(model, cache, settings, nnodes)
 
 
+@pytest.mark.parametrize(
+    "residency",
+    [
+        "layer_split",
+        *(pytest.param(x, marks=pytest.mark.matrix) for x in ("replicated", "sharded")),
+    ],
+)
+def test_each_process_computes_its_chunks_of_a_prompt(model: Checkpoint, cache: Path, residency):
+    """PCP ranks in different processes, whatever they keep."""
+    settings = {"prefill_context_parallel_size": 2, "prefill_kv": residency}
+    if residency == "sharded":
+        settings["decode_context_parallel_size"] = 2
+    check_tokens(model, cache, settings)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("exchange", ["ag_rs", "a2a"])
 def test_n_grams_are_verified_on_all_processes(model: Checkpoint, cache: Path, exchange: str):
