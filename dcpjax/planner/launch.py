@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dcpjax.cache.widths import FP8_DS_MLA
 from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError
 from dcpjax.planner.candidates import Candidate
 from dcpjax.planner.demand import Demand
 from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.memory import deployment_parts
 from dcpjax.planner.models import ModelShape
+from dcpjax.transfer.parts import cuts_pages
 
 PREFILL_PORT, DECODE_PORT, SIDE_PORT, ROUTER_PORT = 8100, 8200, 5600, 8000
 
@@ -27,6 +30,8 @@ class Launch:
 
 def launch(model: ModelShape, demand: Demand, candidate: Candidate, argument: str) -> Launch | None:
     """The commands of a cluster; None where this version does not serve it."""
+    if candidate.prefill is not None and _cuts_keys(model, candidate.prefill, candidate.decode):
+        return None
     commands: list[str] = []
     notes: list[str] = []
     roles: list[tuple[Deployment, int, str | None, int]] = [
@@ -49,6 +54,17 @@ def launch(model: ModelShape, demand: Demand, candidate: Candidate, argument: st
     elif candidate.num_decode > 1:
         notes.append("a load balancer before the engines spreads requests over them")
     return Launch(tuple(commands), tuple(dict.fromkeys(notes)))
+
+
+def _cuts_keys(model: ModelShape, source: Deployment, target: Deployment) -> bool:
+    """Whether pages of scaled indexer keys, which move as a whole, are not the target's pages."""
+    if source.stored_dtype(model) != FP8_DS_MLA:
+        return False
+    keys = [part for part in deployment_parts(model, source) if part.name.endswith("indexer")]
+    return any(
+        cuts_pages(source.part_placement(part, model), target.part_placement(part, model))
+        for part in keys
+    )
 
 
 def _settings(
@@ -92,6 +108,11 @@ def _left_out(settings: Mapping[str, Any], deployment: Deployment, model: ModelS
     notes: list[str] = []
     if deployment.draft_tokens and "speculative_config" not in settings:
         notes.append("this version serves no drafts: expect the times without speculation")
+    if deployment.pcp > 1:
+        notes.append(
+            "this version keeps all weights on every PCP rank, experts too: expect less room for "
+            "the cache"
+        )
     planned = deployment.stored_dtype(model)
     if settings.get("kv_cache_dtype", planned) != planned:
         notes.append(f"the cache is {settings['kv_cache_dtype']}: {planned} is not served yet")
