@@ -1,4 +1,4 @@
-"""Where one engine keeps one part of its cache, by its sizes alone: pools and plans both ask here."""
+"""Where one engine keeps one part of its cache, by its sizes alone; pools and plans ask here."""
 
 from dcpjax.layout.placement import KVPlacement
 
