@@ -29,23 +29,20 @@ PAGE = 4
 FREE_BYTES = 400_000
 LAYERS = {LATENT: 9, INDEXER: 5, KV: 2} | dict.fromkeys(DRAFT_PARTS, 1)
 """Of neither a multiple of the ranks; of the indexer's keys fewer than eight ranks."""
-CASES = [
-    (name, tp, pcp, dcp, residency)
-    for name, tp, pcp, dcp, residency in (
-        ("glm", 1, 2, 1, "replicated"),
-        ("glm", 2, 3, 1, "replicated"),
-        ("glm", 1, 2, 2, "sharded"),
-        ("glm", 1, 8, 8, "sharded"),
-        ("glm", 2, 4, 4, "sharded"),
-        ("glm", 2, 2, 4, "sharded"),
-        ("glm", 1, 2, 1, "layer_split"),
-        ("glm", 1, 8, 1, "layer_split"),
-        ("glm", 2, 4, 1, "layer_split"),
-        ("gqa", 1, 3, 1, "replicated"),
-        ("gqa", 2, 2, 2, "sharded"),
-        ("gqa", 1, 2, 1, "layer_split"),
-        ("gqa", 4, 2, 1, "layer_split"),
-    )
+CASES = [  # model, tp, pcp, dcp, residency
+    ("glm", 1, 2, 1, "replicated"),
+    ("glm", 2, 3, 1, "replicated"),
+    ("glm", 1, 2, 2, "sharded"),
+    ("glm", 1, 8, 8, "sharded"),
+    ("glm", 2, 4, 4, "sharded"),
+    ("glm", 2, 2, 4, "sharded"),
+    ("glm", 1, 2, 1, "layer_split"),
+    ("glm", 1, 8, 1, "layer_split"),
+    ("glm", 2, 4, 1, "layer_split"),
+    ("gqa", 1, 3, 1, "replicated"),
+    ("gqa", 2, 2, 2, "sharded"),
+    ("gqa", 1, 2, 1, "layer_split"),
+    ("gqa", 4, 2, 1, "layer_split"),
 ]
 
 
@@ -176,7 +173,12 @@ def test_the_planner_expects_these_arrays(held):
 def test_the_planner_s_numbers_tell_residencies_apart(tmp_path):
     """Latents of nine layers and keys of five, by eight ranks; drafts are whole."""
     model = find_model(str(folder_of(tmp_path, "glm")))
-    common = {"pcp": 8, "page_size": PAGE, "cache_dtype": "float32", "draft_tokens": 1}
+    common: dict[str, Any] = {
+        "pcp": 8,
+        "page_size": PAGE,
+        "cache_dtype": "float32",
+        "draft_tokens": 1,
+    }
     sizes = [
         page_bytes(model, Deployment(**common, **settings)) / tokens
         for settings, tokens in (
