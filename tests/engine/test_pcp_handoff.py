@@ -214,11 +214,11 @@ PAIRS = [
 ]
 MORE_PAIRS = [
     ("deep", SPLIT, "token by token"),
-    ("deep", "tp 2, split 2", "dcp 3"),
-    ("glm", "sharded 3, whole index", DCP4),
+    ("deep", "tp 2, split 2", "dcp 2"),
+    ("glm", "sharded 3, whole index", "dcp 3"),
     ("glm", "token by token", "dcp 2"),
     ("glm", "token by token", "token by token"),
-    ("glm", "tp 2, sharded 2", "dcp 3"),
+    ("glm", "tp 2, sharded 2", DCP4),
     ("glm", "tp 2, sharded 4", "dcp 2"),
     ("glm", "tp 2, replicated 3", DCP4),
     ("gqa", "tp 2, split 2", "token by token"),
@@ -383,6 +383,22 @@ def test_the_tokens_depend_on_the_layers_of_every_rank(rank, engines):
     for side in (pair.source, pair.target):  # these pages hold no prefix
         side.engine.reset_prefix_cache()
         side.drain()
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "sizes"),
+    [
+        ("deep", SPLIT, (1, 8, 1)),
+        ("glm", "sharded 4", (1, 4, 4)),
+        ("gqa", "tp 2, split 2", (2, 2, 1)),
+    ],
+)
+def test_an_offer_names_the_sizes_of_its_engine(model, source, sizes, engines):
+    target = "dcp 3" if model == "gqa" else "alone"
+    prefill = engines.pair(model, source, target, CONNECTORS[0]).source
+    offer = ask_prefill(prefill, PROMPTS[9])
+    assert (offer["tp_size"], offer["pcp_size"], offer["dcp_size"]) == sizes
+    prefill.engine.abort(offer["remote_request_id"])
 
 
 @pytest.mark.parametrize(
