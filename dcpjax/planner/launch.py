@@ -11,9 +11,9 @@ from dcpjax.cache.widths import FP8_DS_MLA
 from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError
 from dcpjax.planner.candidates import Candidate
-from dcpjax.planner.demand import Demand
 from dcpjax.planner.deployment import Deployment
-from dcpjax.planner.memory import deployment_parts
+from dcpjax.planner.evaluate import Setting
+from dcpjax.planner.memory import capacity, deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.transfer.parts import cuts_pages
 
@@ -28,28 +28,31 @@ class Launch:
     notes: tuple[str, ...]
 
 
-def launch(model: ModelShape, demand: Demand, candidate: Candidate, argument: str) -> Launch | None:
+def launch(setting: Setting, candidate: Candidate, argument: str) -> Launch | None:
     """The commands of a cluster; None where this version does not serve it."""
-    if candidate.prefill is not None and _cuts_keys(model, candidate.prefill, candidate.decode):
+    model, prefill = setting.model, candidate.prefill
+    if prefill is not None and (
+        _cuts_keys(model, prefill, candidate.decode) or not _has_room(setting, prefill)
+    ):
         return None
     commands: list[str] = []
     notes: list[str] = []
     roles: list[tuple[Deployment, int, str | None, int]] = [
         (candidate.decode, candidate.num_decode, None, DECODE_PORT)
     ]
-    if candidate.prefill is not None:
+    if prefill is not None:
         roles = [
-            (candidate.prefill, candidate.num_prefill, "kv_producer", PREFILL_PORT),
+            (prefill, candidate.num_prefill, "kv_producer", PREFILL_PORT),
             (candidate.decode, candidate.num_decode, "kv_consumer", DECODE_PORT),
         ]
     for number, (deployment, count, role, port) in enumerate(roles):
-        settings = _settings(model, demand, deployment, role, SIDE_PORT + 100 * number)
+        settings = _settings(setting, deployment, role, SIDE_PORT + 100 * number)
         if settings is None:
             return None
         notes += _left_out(settings, deployment, model)
         ports = range(port, port + count)
         commands += [serve_command(argument, settings, port) for port in ports]
-    if candidate.prefill is not None:
+    if prefill is not None:
         commands.append(_router_command(candidate))
     elif candidate.num_decode > 1:
         notes.append("a load balancer before the engines spreads requests over them")
@@ -67,15 +70,26 @@ def _cuts_keys(model: ModelShape, source: Deployment, target: Deployment) -> boo
     )
 
 
+def _has_room(setting: Setting, deployment: Deployment) -> bool:
+    """Whether the context fits beside the weights as this version spreads them: every PCP rank has
+    all that a tensor parallel rank has, experts too."""
+    context = setting.demand.context
+    room = capacity(
+        setting.model, setting.device, deployment, context=context, expert_ranks=deployment.tp
+    )
+    return not room.missing_bytes(context)
+
+
 def _settings(
-    model: ModelShape, demand: Demand, deployment: Deployment, role: str | None, side_port: int
+    setting: Setting, deployment: Deployment, role: str | None, side_port: int
 ) -> dict[str, Any] | None:
     """Settings that our engine takes: those of the plan, or with 8-bit values as it has them."""
+    model, context = setting.model, setting.demand.context
     known = {item.name for item in dataclasses.fields(EngineConfig)}
     for dtype in (None, "fp8"):
         settings = {
             **deployment.engine_settings(model),
-            "max_model_len": demand.context,
+            "max_model_len": context,
             "max_num_batched_tokens": 8192,
         }
         if dtype and "kv_cache_dtype" in settings:
@@ -108,10 +122,9 @@ def _left_out(settings: Mapping[str, Any], deployment: Deployment, model: ModelS
     notes: list[str] = []
     if deployment.draft_tokens and "speculative_config" not in settings:
         notes.append("this version serves no drafts: expect the times without speculation")
-    if deployment.pcp > 1:
+    if deployment.pcp > 1 and model.experts is not None:
         notes.append(
-            "this version keeps all weights on every PCP rank, experts too: expect less room for "
-            "the cache"
+            "this version keeps all experts on every PCP rank: expect less room for the cache"
         )
     planned = deployment.stored_dtype(model)
     if settings.get("kv_cache_dtype", planned) != planned:

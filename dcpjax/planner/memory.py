@@ -11,7 +11,7 @@ from dcpjax.errors import ConfigError
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import GIB, Device, constant, find_device
 from dcpjax.planner.models import Model, ModelShape, find_model
-from dcpjax.planner.parameters import WeightBytes, weight_bytes
+from dcpjax.planner.parameters import weight_bytes
 
 
 def kv_parts(
@@ -142,6 +142,7 @@ def capacity(
     context: int = 0,
     utilization: float | None = None,
     workspace_bytes: float | None = None,
+    expert_ranks: int | None = None,
 ) -> Capacity:
     """What fits into a rank's memory beside the weights.
 
@@ -150,6 +151,7 @@ def capacity(
             layers, copy one layer of it whole, and the next one meanwhile.
         utilization: share of the memory that may be used; default 0.9.
         workspace_bytes: activations, graphs, buffers; default 10 GiB.
+        expert_ranks: over which experts are spread; default all ranks of all copies.
 
     Raises:
         ConfigError: a model, device or cache type that does not exist, or a utilization outside
@@ -165,7 +167,12 @@ def capacity(
     workspace = (
         constant("workspace_gib").value * GIB if workspace_bytes is None else workspace_bytes
     )
-    weights = _rank_weights(shape, deployment)
+    weights = weight_bytes(
+        shape,
+        tp=deployment.tp,
+        expert_ranks=expert_ranks or deployment.num_devices,
+        mtp=deployment.draft_tokens > 0,
+    )
     used = [
         MemoryItem("attention weights", weights.attention),
         MemoryItem("expert weights", weights.experts),
@@ -198,15 +205,6 @@ def _part_page_bytes(model: ModelShape, deployment: Deployment, part: PartWidth)
     layers = max(share.num_layers for share in placement.shares)
     heads = max(share.num_heads for share in placement.shares)
     return widths.page_bytes(layers, heads, placement.page_size, part.bytes_per_token)
-
-
-def _rank_weights(model: ModelShape, deployment: Deployment) -> WeightBytes:
-    return weight_bytes(
-        model,
-        tp=deployment.tp,
-        expert_ranks=deployment.num_devices,
-        mtp=deployment.draft_tokens > 0,
-    )
 
 
 def _copied_bytes(deployment: Deployment, parts: tuple[PartWidth, ...], context: int) -> int:
