@@ -25,7 +25,7 @@ from dcpjax.engine.model_rules import check_latent_model, check_neuron, check_pc
 from dcpjax.engine.plan import StepShapes
 from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.form import StepForm, form_for
-from dcpjax.layout import KVPlacement
+from dcpjax.layout import KVPlacement, place_part
 from dcpjax.mesh import DCP, PAGE_RANKS, HeadLayout
 from dcpjax.models.sharding import Sharding
 
@@ -292,23 +292,15 @@ class Blueprint:
 
     def _placement(self, part: CachePart) -> KVPlacement:
         config = self.config
-        size = {"layers": len(part.layers), "kv_heads": part.kv_heads}
-        tp, dcp = config.tensor_parallel_size, config.decode_context_parallel_size
-        pcp = config.prefill_context_parallel_size
-        if part.is_replicated:  # as without DCP, in pages as long as all ranks' together
-            return KVPlacement.pcp_dcp(
-                tp,
-                pcp,
-                1,
-                **size,
-                page_size=config.virtual_page_size,
-                interleave=config.virtual_page_size,
-            )
-        size["page_size"] = config.block_size
-        if config.residency == "layer_split":
-            return KVPlacement.layer_split(pcp, tp=tp, **size)
-        size["interleave"] = config.interleave
-        if config.residency is not None:
-            return KVPlacement.pcp_dcp(tp, pcp, dcp, **size)
-        make = KVPlacement.prefill_dcp if config.apply_prefill_dcp else KVPlacement.decode
-        return make(tp, dcp, **size)
+        return place_part(
+            config.tensor_parallel_size,
+            config.decode_context_parallel_size,
+            config.prefill_context_parallel_size,
+            layers=len(part.layers),
+            kv_heads=part.kv_heads,
+            page_size=config.block_size,
+            interleave=config.interleave,
+            is_whole=part.is_replicated,
+            splits_layers=config.residency == "layer_split",
+            is_prefill_order=config.apply_prefill_dcp,
+        )

@@ -224,6 +224,7 @@ def describe_engine(
         ),
         parts=parts,
         tp_size=config.tensor_parallel_size,
+        pcp_size=config.prefill_context_parallel_size,
         dcp_size=config.decode_context_parallel_size,
         interleave=config.interleave,
         backend=backend.name,

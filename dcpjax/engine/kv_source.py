@@ -99,6 +99,7 @@ class KVSource:
             "remote_port": self._server.port,
             "tp_size": info.tp_size,
             "dcp_size": info.dcp_size,
+            "pcp_size": info.pcp_size,
             "transfer_mode": "pull" if self._local.backend.pulls else "push",
         }
 

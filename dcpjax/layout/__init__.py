@@ -7,6 +7,7 @@ the modules hold the formulas, their domain and the reasons.
 from dcpjax.layout.chunks import zigzag_chunks as zigzag_chunks
 from dcpjax.layout.chunks import zigzag_place as zigzag_place
 from dcpjax.layout.chunks import zigzag_size as zigzag_size
+from dcpjax.layout.engines import place_part as place_part
 from dcpjax.layout.interleave import active_mask as active_mask
 from dcpjax.layout.interleave import filter_pages as filter_pages
 from dcpjax.layout.interleave import global_page as global_page

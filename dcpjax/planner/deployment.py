@@ -5,7 +5,7 @@ from typing import Literal
 
 from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
 from dcpjax.errors import ConfigError, LayoutError, MeshError, UnsupportedCombination
-from dcpjax.layout import KVPlacement
+from dcpjax.layout import KVPlacement, place_part
 from dcpjax.planner.models import ModelShape
 
 PrefillKV = Literal["replicated", "sharded", "layer_split"]
@@ -76,8 +76,8 @@ class Deployment:
 
     @property
     def head_groups(self) -> int:
-        """Groups of ranks that hold different heads, in one PCP rank."""
-        return self.tp // self.dcp if self.pcp == 1 else max(1, self.tp * self.pcp // self.dcp)
+        """Ranks of one PCP rank that hold different heads."""
+        return self.tp // max(1, self.dcp // self.pcp)
 
     def stored_dtype(self, model: ModelShape) -> str:
         """Of cached values."""
@@ -85,39 +85,36 @@ class Deployment:
             return self.cache_dtype
         return FP8_DS_MLA if model.latent else "bfloat16"
 
-    def is_whole(self, part: PartWidth) -> bool:
-        """Whether every rank of a copy holds all tokens of a part: that of a draft, except where
-        prefill gathers every layer's tokens anyway."""
-        return part.is_draft and self.prefill_kv != "sharded"
-
     def part_placement(self, part: PartWidth, model: ModelShape) -> KVPlacement:
         """Which rank of one copy holds what of a part.
 
         Raises:
-            UnsupportedCombination: PCP ranks that are split by heads as well.
+            UnsupportedCombination: tokens that tensor parallel ranks of PCP ranks share, of a cache
+                of several heads.
             MeshError: neither of head groups and heads divides the other.
         """
-        if self.pcp > 1 and self.tp > 1:
+        if model.latent is None and self.pcp > 1 and self.dcp > self.pcp:
             raise UnsupportedCombination(
-                "placements of PCP ranks have whole heads, so tp is 1", tp=self.tp, pcp=self.pcp
+                "tokens are spread over PCP and tensor parallel ranks only where all heads share "
+                "one latent",
+                model=model.name,
+                dcp=self.dcp,
+                pcp=self.pcp,
             )
         try:
-            if part.name == "indexer" and model.indexer and self.prefill_kv == "layer_split":
-                return self._placement(part, model.num_layers).select_layers(model.indexer.layers)
-            return self._placement(part, part.layers)
+            return place_part(
+                self.tp,
+                self.dcp,
+                self.pcp,
+                layers=part.layers,
+                kv_heads=part.heads,
+                page_size=self.page_size,
+                interleave=self.page_size,
+                is_whole=part.is_draft,
+                splits_layers=self.prefill_kv == "layer_split",
+            )
         except LayoutError as error:
             raise MeshError(error.rule, **error.values) from error
-
-    def _placement(self, part: PartWidth, layers: int) -> KVPlacement:
-        shape = {"layers": layers, "kv_heads": part.heads, "page_size": self.page_size}
-        if self.prefill_kv == "layer_split":
-            return KVPlacement.layer_split(self.pcp, **shape)
-        if self.pcp > 1:
-            interleave = self.page_size if self.prefill_kv == "sharded" else None
-            return KVPlacement.pcp(self.pcp, **shape, interleave=interleave)
-        if self.is_whole(part) or self.dcp == 1:
-            return KVPlacement.tensor_parallel(self.tp, **shape)
-        return KVPlacement.decode(self.tp, self.dcp, **shape, interleave=self.page_size)
 
     def label(self) -> str:
         """A short name: ``TP8 DCP8``, ``PCP8 layer_split``."""

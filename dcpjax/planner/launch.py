@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dcpjax.cache.widths import FP8_DS_MLA
 from dcpjax.config import EngineConfig
 from dcpjax.errors import ConfigError
 from dcpjax.planner.candidates import Candidate
-from dcpjax.planner.demand import Demand
 from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.evaluate import Setting
+from dcpjax.planner.memory import capacity, deployment_parts
 from dcpjax.planner.models import ModelShape
+from dcpjax.transfer.parts import cuts_pages
 
 PREFILL_PORT, DECODE_PORT, SIDE_PORT, ROUTER_PORT = 8100, 8200, 5600, 8000
 
@@ -25,41 +28,68 @@ class Launch:
     notes: tuple[str, ...]
 
 
-def launch(model: ModelShape, demand: Demand, candidate: Candidate, argument: str) -> Launch | None:
+def launch(setting: Setting, candidate: Candidate, argument: str) -> Launch | None:
     """The commands of a cluster; None where this version does not serve it."""
+    model, prefill = setting.model, candidate.prefill
+    if prefill is not None and (
+        _cuts_keys(model, prefill, candidate.decode) or not _has_room(setting, prefill)
+    ):
+        return None
     commands: list[str] = []
     notes: list[str] = []
     roles: list[tuple[Deployment, int, str | None, int]] = [
         (candidate.decode, candidate.num_decode, None, DECODE_PORT)
     ]
-    if candidate.prefill is not None:
+    if prefill is not None:
         roles = [
-            (candidate.prefill, candidate.num_prefill, "kv_producer", PREFILL_PORT),
+            (prefill, candidate.num_prefill, "kv_producer", PREFILL_PORT),
             (candidate.decode, candidate.num_decode, "kv_consumer", DECODE_PORT),
         ]
     for number, (deployment, count, role, port) in enumerate(roles):
-        settings = _settings(model, demand, deployment, role, SIDE_PORT + 100 * number)
+        settings = _settings(setting, deployment, role, SIDE_PORT + 100 * number)
         if settings is None:
             return None
         notes += _left_out(settings, deployment, model)
         ports = range(port, port + count)
         commands += [serve_command(argument, settings, port) for port in ports]
-    if candidate.prefill is not None:
+    if prefill is not None:
         commands.append(_router_command(candidate))
     elif candidate.num_decode > 1:
         notes.append("a load balancer before the engines spreads requests over them")
     return Launch(tuple(commands), tuple(dict.fromkeys(notes)))
 
 
+def _cuts_keys(model: ModelShape, source: Deployment, target: Deployment) -> bool:
+    """Whether pages of scaled indexer keys, which move as a whole, are not the target's pages."""
+    if source.stored_dtype(model) != FP8_DS_MLA:
+        return False
+    keys = [part for part in deployment_parts(model, source) if part.name.endswith("indexer")]
+    return any(
+        cuts_pages(source.part_placement(part, model), target.part_placement(part, model))
+        for part in keys
+    )
+
+
+def _has_room(setting: Setting, deployment: Deployment) -> bool:
+    """Whether the context fits beside the weights as this version spreads them: every PCP rank has
+    all that a tensor parallel rank has, experts too."""
+    context = setting.demand.context
+    room = capacity(
+        setting.model, setting.device, deployment, context=context, expert_ranks=deployment.tp
+    )
+    return not room.missing_bytes(context)
+
+
 def _settings(
-    model: ModelShape, demand: Demand, deployment: Deployment, role: str | None, side_port: int
+    setting: Setting, deployment: Deployment, role: str | None, side_port: int
 ) -> dict[str, Any] | None:
     """Settings that our engine takes: those of the plan, or with 8-bit values as it has them."""
+    model, context = setting.model, setting.demand.context
     known = {item.name for item in dataclasses.fields(EngineConfig)}
     for dtype in (None, "fp8"):
         settings = {
             **deployment.engine_settings(model),
-            "max_model_len": demand.context,
+            "max_model_len": context,
             "max_num_batched_tokens": 8192,
         }
         if dtype and "kv_cache_dtype" in settings:
@@ -92,6 +122,10 @@ def _left_out(settings: Mapping[str, Any], deployment: Deployment, model: ModelS
     notes: list[str] = []
     if deployment.draft_tokens and "speculative_config" not in settings:
         notes.append("this version serves no drafts: expect the times without speculation")
+    if deployment.pcp > 1 and model.experts is not None:
+        notes.append(
+            "this version keeps all experts on every PCP rank: expect less room for the cache"
+        )
     planned = deployment.stored_dtype(model)
     if settings.get("kv_cache_dtype", planned) != planned:
         notes.append(f"the cache is {settings['kv_cache_dtype']}: {planned} is not served yet")

@@ -11,7 +11,7 @@ from dcpjax.errors import ConfigError
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import GIB, Device, constant, find_device
 from dcpjax.planner.models import Model, ModelShape, find_model
-from dcpjax.planner.parameters import WeightBytes, weight_bytes
+from dcpjax.planner.parameters import weight_bytes
 
 
 def kv_parts(
@@ -140,18 +140,18 @@ def capacity(
     deployment: Deployment | None = None,
     *,
     context: int = 0,
-    chunk: int = 2048,
     utilization: float | None = None,
     workspace_bytes: float | None = None,
+    expert_ranks: int | None = None,
 ) -> Capacity:
     """What fits into a rank's memory beside the weights.
 
     Args:
-        context: longest sequence that is computed; PCP ranks that share a cache by tokens copy one
-            layer of it whole, and the next one meanwhile.
-        chunk: prompt tokens of a step, for the transient layer of a layer split.
+        context: longest sequence that is computed; PCP ranks that share a cache, by tokens or by
+            layers, copy one layer of it whole, and the next one meanwhile.
         utilization: share of the memory that may be used; default 0.9.
         workspace_bytes: activations, graphs, buffers; default 10 GiB.
+        expert_ranks: over which experts are spread; default all ranks of all copies.
 
     Raises:
         ConfigError: a model, device or cache type that does not exist, or a utilization outside
@@ -167,7 +167,12 @@ def capacity(
     workspace = (
         constant("workspace_gib").value * GIB if workspace_bytes is None else workspace_bytes
     )
-    weights = _rank_weights(shape, deployment)
+    weights = weight_bytes(
+        shape,
+        tp=deployment.tp,
+        expert_ranks=expert_ranks or deployment.num_devices,
+        mtp=deployment.draft_tokens > 0,
+    )
     used = [
         MemoryItem("attention weights", weights.attention),
         MemoryItem("expert weights", weights.experts),
@@ -175,7 +180,7 @@ def capacity(
         MemoryItem("embedding and head", weights.embedding),
         MemoryItem("draft layer weights", weights.mtp),
         MemoryItem("activations, graphs, buffers", workspace),
-        MemoryItem("temporary copies of a layer", _copied_bytes(deployment, parts, context, chunk)),
+        MemoryItem("temporary copies of a layer", _copied_bytes(deployment, parts, context)),
     ]
     used = tuple(item for item in used if item.num_bytes)
     memory = chip.memory_bytes * share
@@ -196,29 +201,14 @@ def page_bytes(model: ModelShape, deployment: Deployment) -> int:
 
 
 def _part_page_bytes(model: ModelShape, deployment: Deployment, part: PartWidth) -> int:
-    tokens = deployment.virtual_page if deployment.is_whole(part) else deployment.page_size
-    shares = deployment.part_placement(part, model).shares
-    layers = max(share.num_layers for share in shares)
-    heads = max(share.num_heads for share in shares)
-    return widths.page_bytes(layers, heads, tokens, part.bytes_per_token)
+    placement = deployment.part_placement(part, model)
+    layers = max(share.num_layers for share in placement.shares)
+    heads = max(share.num_heads for share in placement.shares)
+    return widths.page_bytes(layers, heads, placement.page_size, part.bytes_per_token)
 
 
-def _rank_weights(model: ModelShape, deployment: Deployment) -> WeightBytes:
-    return weight_bytes(
-        model,
-        tp=deployment.tp,
-        expert_ranks=deployment.num_devices,
-        mtp=deployment.draft_tokens > 0,
-    )
-
-
-def _copied_bytes(
-    deployment: Deployment, parts: tuple[PartWidth, ...], context: int, chunk: int
-) -> int:
-    """Temporary copies of a layer's cache that prefill makes."""
-    layer = sum(part.bytes_per_token for part in parts if not part.is_draft)
-    if deployment.prefill_kv == "sharded":
-        return 2 * context * layer
-    if deployment.prefill_kv == "layer_split":
-        return max(context, chunk) * layer
-    return 0
+def _copied_bytes(deployment: Deployment, parts: tuple[PartWidth, ...], context: int) -> int:
+    """Temporary copies of a layer's cache that prefill makes: of one layer, and of the next."""
+    if deployment.prefill_kv == "replicated":
+        return 0
+    return 2 * context * sum(p.heads * p.bytes_per_token for p in parts if not p.is_draft)

@@ -16,6 +16,8 @@ from dcpjax.planner.provenance import Kind
 
 LATENT_TYPES = ("glm_moe_dsa", "deepseek_v3", "deepseek_v32")
 HEAD_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+SKIP_TOPK_OFFSET = 2
+"""Of models whose config does not say it: the first layers that choose for themselves."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,11 @@ def _read_indexer(config: Mapping[str, Any], num_layers: int) -> Indexer:
     if types:
         layers = tuple(index for index, kind in enumerate(types) if kind == "full")
     else:
+        offset = config.get("index_skip_topk_offset")
         layers = index_layers(
             num_layers,
             _count(config, "index_topk_freq", 1),
-            int(config.get("index_skip_topk_offset") or 0),
+            SKIP_TOPK_OFFSET if offset is None else int(offset),
         )
     return Indexer(
         layers,

@@ -119,7 +119,7 @@ def search(
         tuple(points),
         _frontier_over_loads(setting, clusters, prefill, decode),
         winner,
-        _first_servable(shape, demand, points, model_argument or shape.name),
+        _first_servable(setting, points, model_argument or shape.name),
         _sensitivity(setting, winner or points[0], prefill, decode),
         _crossovers(setting, winner or points[0]),
     )
@@ -185,12 +185,12 @@ def _frontier_over_loads(
 
 
 def _first_servable(
-    model: ModelShape, demand: Demand, points: Sequence[Point], argument: str
+    setting: Setting, points: Sequence[Point], argument: str
 ) -> tuple[Point, Launch] | None:
     """The best cluster whose engines this version serves; one that keeps the objectives first."""
-    met = [point for point in points if demand.is_met(point.ttft, point.tpot)]
+    met = [point for point in points if setting.demand.is_met(point.ttft, point.tpot)]
     for point in (*met, *points):
-        found = launch(model, demand, point.candidate, argument)
+        found = launch(setting, point.candidate, argument)
         if found is not None:
             return point, found
     return None

@@ -56,9 +56,12 @@ SCORED_LENGTH = 80
 """Tokens of the sequence whose logits are recorded at every position."""
 
 
-def write_tiny_model(folder: Path, name: str) -> Path:
-    """The model ``name`` of CONFIGS as a folder that transformers and dcpjax read."""
-    return write_random_model(folder, name, _BASE | CONFIGS[name])
+def write_tiny_model(folder: Path, name: str, **changed: Any) -> Path:
+    """The model ``name`` of CONFIGS as a folder that transformers and dcpjax read.
+
+    With other settings where ``changed`` has them.
+    """
+    return write_random_model(folder, name, _BASE | CONFIGS[name] | changed)
 
 
 def write_random_model(folder: Path, name: str, config: dict[str, Any]) -> Path:

@@ -20,6 +20,7 @@ from dcpjax.models.huggingface import read_config
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import GIB
 from dcpjax.planner.memory import (
+    MemoryItem,
     capacity,
     kv_bytes_per_token,
     kv_parts,
@@ -29,7 +30,7 @@ from dcpjax.planner.models import find_model
 from tests.golden.tiny import write_tiny_model
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
-MILLION = 1 << 20
+MILLION, K32 = 1 << 20, 1 << 15
 
 
 def test_the_vector_of_kv_bytes():
@@ -165,7 +166,9 @@ def test_one_million_tokens_fit_only_where_the_cache_is_sharded():
     assert dp.missing_bytes(MILLION) > 0 and "39.0 GiB short" in dp.explain(MILLION)
     assert 250_000 < pcp.tokens < 300_000
     assert both.missing_bytes(MILLION) == 0 and both.num_requests(MILLION) == 1
-    assert round(MILLION * both.rank_token_bytes / GIB, 1) == 6.7
+    # Seed C's 6.7 GiB are an eighth of all; here the draft layer's cache is whole on every rank.
+    assert both.rank_token_bytes == (78 * 656 + 21 * 132) / 8 + 656 + 132
+    assert round(MILLION * both.rank_token_bytes / GIB, 1) == 7.4
     assert both.tokens >= MILLION > dp.tokens == dp.total_tokens // 8
 
 
@@ -185,8 +188,22 @@ def test_capacity_scales_with_the_ranks_that_share_tokens():
 def test_a_layer_split_divides_the_layers():
     whole = capacity("glm-5.2", "h200", Deployment(pcp=8))
     split = capacity("glm-5.2", "h200", Deployment(pcp=8, prefill_kv="layer_split"))
-    assert split.rank_token_bytes == 10 * 656 + 4 * 132  # layers 0, 1, 2 and 6 have an indexer
+    assert split.rank_token_bytes == 10 * 656 + 3 * 132  # each part of its own: 21 indexers
     assert whole.rank_token_bytes == 78 * 656 + 21 * 132
+
+
+def test_copies_of_two_layers_are_counted_where_ranks_copy():
+    """Of the context, once for the layer that is computed and once for the next."""
+    replicated, *copying = (
+        capacity("glm-5.2", "h200", deployment, context=K32).used
+        for deployment in (
+            Deployment(pcp=8),
+            Deployment(pcp=8, dcp=8, prefill_kv="sharded"),
+            Deployment(pcp=8, prefill_kv="layer_split"),
+        )
+    )
+    more = MemoryItem("temporary copies of a layer", 2 * K32 * (656 + 132))
+    assert copying == [(*replicated, more)] * 2
 
 
 def test_weights_that_do_not_fit_leave_no_page():
@@ -209,6 +226,13 @@ def test_weights_that_do_not_fit_leave_no_page():
 def test_deployments_that_make_no_sense_are_refused(settings, error, match):
     with pytest.raises(error, match=match):
         Deployment(**settings)
+
+
+def test_pcp_and_tensor_parallel_ranks_share_tokens_of_latents_alone():
+    deployment = Deployment(tp=2, pcp=2, dcp=4, prefill_kv="sharded")
+    assert page_bytes(find_model("glm-5.2"), deployment) == 64 * (78 * 656 + 21 * 132)
+    with pytest.raises(UnsupportedCombination, match="one latent.*dcp=4, pcp=2"):
+        page_bytes(find_model("llama-3.1-70b"), deployment)
 
 
 def test_heads_and_groups_fit_together():

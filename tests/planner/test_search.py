@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import replace
+from typing import Any
 
 import click
 import pytest
@@ -29,16 +30,23 @@ def glm():
     return search("glm-5.2", "h200", 16, LONG)
 
 
-def parse(command: str) -> None:
-    """As the shell and our CLI read it; refused settings raise."""
+def read(command: str) -> dict[str, Any]:
+    """As the shell and our CLI read it."""
     program, name, *arguments = shlex.split(command)
     assert program == "dcpjax"
-    chosen = main.commands[name]
-    context = chosen.make_context(name, arguments)
-    if name == "serve":
-        known = EngineConfig.__dataclass_fields__
-        settings = {key: value for key, value in context.params.items() if key in known}
-        EngineConfig.from_settings(settings.pop("model"), settings)
+    return main.commands[name].make_context(name, arguments).params
+
+
+def settings_of(command: str) -> EngineConfig:
+    """Refused settings raise."""
+    known = EngineConfig.__dataclass_fields__
+    settings = {key: value for key, value in read(command).items() if key in known}
+    return EngineConfig.from_settings(settings.pop("model"), settings)
+
+
+def parse(command: str) -> None:
+    """Any command; what our CLI or the engine refuses raises."""
+    settings_of(command) if command.startswith("dcpjax serve") else read(command)
 
 
 def test_the_winner_of_seed_c_is_found(glm):
@@ -93,13 +101,51 @@ def test_commands_are_accepted_by_the_cli(glm):
 def test_commands_of_two_sides_end_with_a_router():
     demand = replace(SMALL, concurrency=4)
     candidate = Candidate(Deployment(tp=2, dcp=2), 2, Deployment(tp=4), 1)
-    found = launch(find_model("qwen3-30b-a3b"), demand, candidate, "./model dir")
+    setting = Setting(find_model("qwen3-30b-a3b"), H200, demand)
+    found = launch(setting, candidate, "./model dir")
     assert found is not None and len(found.commands) == 4
     for command in found.commands:
         parse(command)
     assert found.commands[0].startswith("dcpjax serve './model dir'")
     assert "kv_producer" in found.commands[0] and "kv_consumer" in found.commands[1]
     assert found.commands[-1].startswith("dcpjax router") and found.commands[-1].count("http") == 3
+
+
+ROOMY = Setting(GLM, replace(H200, memory_gib=4096), replace(LONG, context=262_144))
+PCP = {
+    "replicated": Deployment(pcp=8, draft_tokens=3),
+    "sharded": Deployment(pcp=8, dcp=8, prefill_kv="sharded", draft_tokens=3),
+    "layer_split": Deployment(pcp=8, prefill_kv="layer_split", draft_tokens=3),
+}
+
+
+@pytest.mark.parametrize("residency", PCP)
+def test_pcp_engines_get_their_settings(residency):
+    """What a rank holds in the plan is what the command asks for."""
+    prefill = replace(PCP[residency], cache_dtype="bfloat16")
+    decode = Deployment(tp=8, dcp=8, draft_tokens=3, cache_dtype="bfloat16")
+    found = launch(ROOMY, Candidate(decode, 1, prefill, 2), "x")
+    assert found is not None and len(found.commands) == 4
+    for command in found.commands:
+        parse(command)
+    config = settings_of(found.commands[0])
+    assert config.residency == residency
+    assert config.prefill_context_parallel_size == config.num_ranks == 8
+    assert config.virtual_page_size == prefill.virtual_page
+    assert config.kv_transfer_config.kv_role == "kv_producer" and config.drafts_with_model
+    assert config.interleave == settings_of(found.commands[2]).interleave == 64
+    assert any("on every PCP rank" in note for note in found.notes)
+
+
+def test_pages_of_scaled_keys_are_not_cut():
+    """They move as a whole, so only engines with the same pages of them hand over."""
+    target = Deployment(tp=8, dcp=8, draft_tokens=3)
+    same = launch(ROOMY, Candidate(target, 1, PCP["sharded"], 1), "x")
+    assert same is not None and "fp8_ds_mla" in same.commands[0]
+    for residency in ("replicated", "layer_split"):
+        assert launch(ROOMY, Candidate(target, 1, PCP[residency], 1), "x") is None
+        plain = replace(target, dcp=1)
+        assert launch(ROOMY, Candidate(plain, 1, PCP[residency], 1), "x") is not None
 
 
 def test_the_check_of_commands_can_fail():
@@ -110,14 +156,33 @@ def test_the_check_of_commands_can_fail():
 
 
 def test_what_is_not_served_has_no_commands():
-    candidate = Candidate(Deployment(dp=8), 1)
-    assert launch(GLM, LONG, candidate, "x") is None
+    assert launch(Setting(GLM, H200, LONG), Candidate(Deployment(dp=8), 1), "x") is None
+
+
+@pytest.mark.parametrize("residency", PCP)
+def test_experts_on_every_pcp_rank_have_to_fit(residency):
+    """The plan spreads them over all ranks, this version does not: 743 GB beside each cache."""
+    candidate = Candidate(Deployment(tp=8, draft_tokens=3), 1, PCP[residency], 1)
+    rooms = [
+        capacity(GLM, H200, PCP[residency], context=32768, expert_ranks=ranks) for ranks in (8, 1)
+    ]
+    assert rooms[0].missing_bytes(32768) == 0 < rooms[1].missing_bytes(32768)
+    assert launch(replace(ROOMY, device=H200), candidate, "x") is None
+
+
+def test_a_plan_names_a_winner_and_the_best_that_is_served(glm):
+    point, commands = glm.servable
+    assert glm.winner.candidate.prefill.pcp == 8 and point is not glm.winner
+    assert launch(glm.setting, glm.winner.candidate, "x") is None
+    assert point.candidate.prefill is None or point.candidate.prefill.pcp == 1
+    assert not any("PCP" in note for note in commands.notes)
 
 
 def test_ten_percent_more_is_never_worse(glm):
     assert {item.what for item in glm.sensitivity} >= {"memory", "memory bandwidth", "compute"}
     for item in glm.sensitivity:
-        assert 1 - 1e-6 <= item.throughput < 1.15 and 1 - 1e-6 <= item.interactivity < 1.15
+        most = 2 if item.what == "memory" else 1.15  # its tenth nearly doubles what weights leave
+        assert 1 - 1e-6 <= item.throughput < most and 1 - 1e-6 <= item.interactivity < most
 
 
 def test_objectives_choose_another_winner(glm):
