@@ -29,7 +29,7 @@ PAGE_RANKS = (DCP, PCP)
 LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": ALL_RANKS,
     "ffn": ALL_RANKS,
-    "experts": ALL_RANKS,
+    "experts": WORLD,
     "q_heads": ALL_RANKS,
     "group_q_heads": TP,  # prefill_gather="q" keeps the attention weights whole on each DCP rank
     "kv_heads": TP,

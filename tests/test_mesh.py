@@ -109,7 +109,7 @@ def test_padded_is_the_next_multiple(width, ranks, expected):
 
 def test_every_logical_axis_names_axes_of_the_mesh():
     for axes in LOGICAL_AXES.values():
-        assert axes is None or {axes} <= {TP, DCP} or axes in (ALL_RANKS, PAGE_RANKS)
+        assert axes is None or {axes} <= {TP, DCP} or axes in (ALL_RANKS, PAGE_RANKS, WORLD)
     assert tuple(partition("embed", "q_heads", None)) == (None, ALL_RANKS, None)
 
 

@@ -111,6 +111,7 @@ class Blueprint:
             "q" if config.prefill_gather == "q" else "none",
             self.form,
             self.has_whole_index,
+            pcp=config.prefill_context_parallel_size,
             **self._formats,
         )
 

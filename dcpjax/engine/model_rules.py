@@ -49,7 +49,7 @@ def check_latent_model(config: EngineConfig, model: GlmConfig) -> None:
             architecture=model.architecture,
         )
     if model.experts is not None:
-        rank_experts(model.experts.num_experts, config.tensor_parallel_size)
+        rank_experts(model.experts.num_experts, config.num_ranks)
 
 
 def check_pcp_model(

@@ -1,7 +1,8 @@
 """An MLP of experts, of which each token uses a few, as seen by one rank inside ``shard_map``.
 
-The experts are split over all ranks, whole ones; every rank has all tokens and computes what its
-own experts add. One sum over the ranks makes the result whole, the shared expert's included.
+The experts are split over all ranks, whole ones; every rank computes what its own experts add for
+all tokens, those of other PCP ranks gathered before. One sum over the ranks makes the result whole,
+the shared expert's included.
 """
 
 import math
@@ -17,7 +18,7 @@ from dcpjax.config import GlmConfig
 from dcpjax.config.glm import ExpertsConfig
 from dcpjax.errors import ConfigError, MeshError
 from dcpjax.form import repeat
-from dcpjax.mesh import padded
+from dcpjax.mesh import ALL_RANKS, PCP, padded
 from dcpjax.models.layers import MLP, gated_mlp, parameter, sum_ranks
 from dcpjax.models.router import Router, Routes
 from dcpjax.models.sharding import Sharding
@@ -41,7 +42,7 @@ class Experts(nnx.Module):
         experts, width = config.experts, config.hidden_size
         if experts is None:
             raise ConfigError("the model has experts", architecture=config.architecture)
-        self.share = rank_experts(experts.num_experts, sharding.ranks)
+        self.share = rank_experts(experts.num_experts, sharding.ranks * sharding.pcp)
         self.router = Router(experts, width)
         self.gate_up = parameter(
             (experts.num_experts, width, 2, experts.width), ("experts", "embed", None, None), dtype
@@ -60,18 +61,44 @@ class Experts(nnx.Module):
         x: Float[Array, "T E"],
         rank: Integer[Array, ""],
         is_real: Bool[Array, " T"] | None = None,
+        num_own: int = 0,
     ) -> Float[Array, "T E"]:
-        """The layer's output, whole on every rank.
+        """The layer's output, whole on every rank of the weights.
 
         Args:
-            rank: this one among all ranks of the mesh.
+            rank: this one among the ranks that share the weights.
             is_real: whether a row is a token; what others come to is of no meaning, and they cost
                 no expert in the dynamic form.
+            num_own: so many rows, the last ones, are of this PCP rank alone.
         """
-        out = self._all_experts(x, rank) if self.form.is_static else self._chosen(x, rank, is_real)
+        if self.form.is_static:
+            out = self._all_experts(x, rank)
+        elif lax.axis_size(PCP) == 1:
+            out = self._chosen(x, rank, is_real)
+        else:
+            out = self._of_all_pcp_ranks(x, rank, is_real, num_own)
         if self.has_shared:
             out = out + self.shared.summand(x).astype(jnp.float32)
         return sum_ranks(out.astype(x.dtype), scattered=self.form.scattered_sums)
+
+    def _of_all_pcp_ranks(
+        self, x: Array, rank: Array, is_real: Array | None, num_own: int
+    ) -> Float32[Array, "T E"]:
+        """As :meth:`_chosen`, summed over the PCP ranks, each of which has other experts."""
+        place = lax.axis_index(PCP) * lax.axis_size(ALL_RANKS) + rank
+        if num_own == 0:
+            return lax.psum(self._chosen(x, place, is_real), PCP)
+        num_common = x.shape[0] - num_own
+        if is_real is None:
+            is_real = jnp.ones(x.shape[0], jnp.bool_)
+
+        def gather(rows: Array) -> Array:
+            own = lax.all_gather(rows[num_common:], PCP, tiled=True)
+            return jnp.concatenate([rows[:num_common], own])
+
+        found = self._chosen(gather(x), place, gather(is_real))
+        common = lax.psum(found[:num_common], PCP)
+        return jnp.concatenate([common, lax.psum_scatter(found[num_common:], PCP, tiled=True)])
 
     def _chosen(self, x: Array, rank: Array, is_real: Array | None) -> Float32[Array, "T E"]:
         """What this rank's experts add, tile by tile of the tokens that chose them."""
@@ -114,7 +141,7 @@ def rank_experts(num_experts: int, ranks: int) -> int:
         raise MeshError(
             "the number of ranks divides the number of experts",
             num_experts=num_experts,
-            tensor_parallel_size=ranks,
+            ranks=ranks,
         )
     return num_experts // ranks
 

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from dcpjax.attention.chosen import Choice
+from dcpjax.attention.paired import PairedBlock
 from dcpjax.attention.views import AnyBlock
 from dcpjax.cache.pool import Pools
 from dcpjax.config import GlmConfig
@@ -59,7 +60,8 @@ class GlmLayer(nnx.Module):
         inner = self.mlp_norm(x)
         if self.has_experts:
             is_real = jnp.concatenate([block.is_real for block in blocks])
-            return x + self.mlp(inner, rank, is_real), pools, choices
+            own = sum(b.rows * b.width for b in blocks if isinstance(b, PairedBlock))
+            return x + self.mlp(inner, rank, is_real, own), pools, choices
         return x + self.mlp(inner), pools, choices
 
 

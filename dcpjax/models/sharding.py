@@ -12,7 +12,8 @@ class Sharding:
     """How a model is spread over the mesh, and how its ranks work and exchange results.
 
     ``has_whole_index``: every DCP rank keeps the indexer's keys of all tokens. ``latent_format``,
-    ``index_format``: how rows of latents and of these keys are stored.
+    ``index_format``: how rows of latents and of these keys are stored. ``pcp``: sets of ranks with
+    all weights each, but for the experts, which all of them share.
     """
 
     heads: HeadLayout
@@ -22,6 +23,7 @@ class Sharding:
     has_whole_index: bool = False
     latent_format: RowFormat = PLAIN
     index_format: RowFormat = PLAIN
+    pcp: int = 1
 
     @property
     def ranks(self) -> int:

@@ -71,12 +71,10 @@ def _cuts_keys(model: ModelShape, source: Deployment, target: Deployment) -> boo
 
 
 def _has_room(setting: Setting, deployment: Deployment) -> bool:
-    """Whether the context fits beside the weights as this version spreads them: every PCP rank has
-    all that a tensor parallel rank has, experts too."""
-    context = setting.demand.context
-    room = capacity(
-        setting.model, setting.device, deployment, context=context, expert_ranks=deployment.tp
-    )
+    """Whether the context fits beside the weights as engines spread them: experts over the ranks of
+    one engine."""
+    context, ranks = setting.demand.context, deployment.tp * deployment.pcp
+    room = capacity(setting.model, setting.device, deployment, context=context, expert_ranks=ranks)
     return not room.missing_bytes(context)
 
 
@@ -122,10 +120,6 @@ def _left_out(settings: Mapping[str, Any], deployment: Deployment, model: ModelS
     notes: list[str] = []
     if deployment.draft_tokens and "speculative_config" not in settings:
         notes.append("this version serves no drafts: expect the times without speculation")
-    if deployment.pcp > 1 and model.experts is not None:
-        notes.append(
-            "this version keeps all experts on every PCP rank: expect less room for the cache"
-        )
     planned = deployment.stored_dtype(model)
     if settings.get("kv_cache_dtype", planned) != planned:
         notes.append(f"the cache is {settings['kv_cache_dtype']}: {planned} is not served yet")

@@ -128,7 +128,7 @@ def test_the_ranks_divide_the_experts(ranks, is_fine, path):
         return
     with pytest.raises(MeshError, match="divides the number of experts") as error:
         _ = blueprint.sharding
-    assert error.value.values == {"num_experts": 12, "tensor_parallel_size": ranks}
+    assert error.value.values == {"num_experts": 12, "ranks": ranks}
 
 
 @pytest.mark.parametrize("model", ["v3", "gqa"])

@@ -228,7 +228,7 @@ def test_narrow_types_are_summed_in_float32(form):
 def test_ranks_that_do_not_divide_the_experts_are_refused(form, num_experts, ranks):
     with pytest.raises(MeshError, match="ranks divides the number of experts") as caught:
         Experts(config_of(1, num_experts), sharding_of(ranks, 1, form), jnp.float32)
-    assert caught.value.values == {"num_experts": num_experts, "tensor_parallel_size": ranks}
+    assert caught.value.values == {"num_experts": num_experts, "ranks": ranks}
 
 
 def test_a_model_without_experts_is_refused():
