@@ -1,0 +1,158 @@
+"""The engine's step of one prompt chunk: compiled without weights, or run over pools of random rows.
+
+The step has no decode rows. An engine always has some beside a prompt, which cost little when they
+are not used and have exchanges of their own.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from dcpjax.cache.pool import POOL_SPEC, PoolShapes
+from dcpjax.config import EngineConfig
+from dcpjax.engine.blueprint import Blueprint
+from dcpjax.engine.step import StepShape, make_step
+from dcpjax.mesh import PAGE_RANKS, WORLD, axes_size
+from dcpjax.models.checkpoint import Checkpoint
+from dcpjax.models.weights import PlacedModel, outline_model, place_model
+
+RESIDENCIES = ("replicated", "sharded", "layer_split")
+PLAIN = "plain"
+"""The residency of an engine without PCP."""
+
+
+def pcp_settings(residency: str, ranks: int) -> dict[str, Any]:
+    """Engine settings of a residency on so many PCP ranks."""
+    if ranks == 1:
+        return {}
+    dcp = {"decode_context_parallel_size": ranks} if residency == "sharded" else {}
+    return {"prefill_context_parallel_size": ranks, "prefill_kv": residency, **dcp}
+
+
+@dataclass(frozen=True)
+class PromptStep:
+    """One chunk of a prompt on one mesh.
+
+    Attributes:
+        chunk: tokens that are computed.
+        context: tokens that the page table has room for, the chunk included.
+        num_pages: of each rank's pool.
+    """
+
+    blueprint: Blueprint
+    mesh: Mesh | AbstractMesh
+    chunk: int
+    context: int
+    num_pages: int
+    yields_hidden: bool = False
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.blueprint.config
+
+    @property
+    def ranks(self) -> int:
+        """N, the PCP ranks."""
+        return self.config.prefill_context_parallel_size
+
+    @cached_property
+    def shape(self) -> StepShape:
+        """With the least page table that the engine has for the context."""
+        page = self.config.virtual_page_size
+        widths = (w for w in self.blueprint.table_widths if w * page >= self.context)
+        return StepShape(0, 1, self.chunk, min(widths))
+
+    @property
+    def copied_tokens(self) -> int:
+        """Tokens that a page table stands for: so many rows has a copy of a layer."""
+        return self.shape.table_width * self.config.virtual_page_size
+
+    @cached_property
+    def pools(self) -> PoolShapes:
+        return self.blueprint.pool_shapes(self.num_pages)
+
+    @property
+    def pool_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The pools over all ranks."""
+        page_ranks = axes_size(self.mesh, PAGE_RANKS)
+        return {
+            name: self._array(pool.array_shape(page_ranks), pool.storage_dtype, POOL_SPEC)
+            for name, pool in self.pools.by_part.items()
+        }
+
+    def outline(self) -> PlacedModel:
+        """The model as shapes."""
+        blueprint = self.blueprint
+        return outline_model(blueprint.model, blueprint.sharding, self.mesh, blueprint.dtype)
+
+    def lower(self, model: PlacedModel) -> Any:
+        """The step, lowered for the mesh; the pools are donated, as the engine does."""
+        step = make_step(
+            model,
+            self.shape,
+            self.blueprint.token_sharding(self.pools),
+            self.mesh,
+            vocab_size=self.blueprint.model.vocab_size,
+            max_rows=self.shape.rows,
+            max_outputs=self.shape.num_outputs,
+            yields_hidden=self.yields_hidden,
+        )
+        whole = PartitionSpec()
+        return jax.jit(step, donate_argnums=1).lower(
+            model.parameters,
+            self.pool_arrays,
+            self._array((self.shape.packed_size,), jnp.int32, whole),
+            self._array((self.shape.rows,), jnp.int32, whole),
+            self._array((self.mesh.size,), jnp.uint32, PartitionSpec(WORLD)),
+        )
+
+    def _array(self, shape: tuple[int, ...], dtype: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+
+class RunningStep:
+    """A compiled step with weights, and pools whose rows are random."""
+
+    def __init__(self, step: PromptStep, checkpoint: Checkpoint) -> None:
+        assert isinstance(step.mesh, Mesh), "a step runs on devices"
+        self.step = step
+        blueprint = step.blueprint
+        model = place_model(checkpoint, blueprint.sharding, step.mesh, blueprint.dtype)
+        self.compiled = step.lower(model).compile()
+        self._parameters = model.parameters
+        key = jax.random.key(0)
+        self._pools = {
+            name: jax.device_put(jax.random.normal(key, one.shape, one.dtype), one.sharding)
+            for name, one in step.pool_arrays.items()
+        }
+        whole = NamedSharding(step.mesh, PartitionSpec())
+        self._previous = jax.device_put(np.zeros(step.shape.rows, np.int32), whole)
+        ranks = NamedSharding(step.mesh, PartitionSpec(WORLD))
+        self._rank_ids = jax.device_put(np.arange(step.mesh.size, dtype=np.uint32), ranks)
+
+    def seconds(self, prior: int) -> float:
+        """One run of a full chunk behind ``prior`` tokens."""
+        packed = self._packed(prior)
+        start = time.perf_counter()
+        result = self.compiled(
+            self._parameters, self._pools, packed, self._previous, self._rank_ids
+        )
+        self._pools = result[0]
+        jax.block_until_ready(result)
+        return time.perf_counter() - start
+
+    def _packed(self, prior: int) -> np.ndarray:
+        step = self.step
+        packed = np.zeros(step.shape.packed_size, np.int32)
+        views = step.shape.views(packed)
+        random = np.random.default_rng(0)
+        views["token_ids"][:] = random.integers(step.blueprint.model.vocab_size, size=step.chunk)
+        views["page_tables"][0] = random.permutation(step.num_pages)[: step.shape.table_width]
+        views["prior_lengths"][:], views["num_tokens"][:] = prior, step.chunk
+        return packed
