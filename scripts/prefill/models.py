@@ -11,16 +11,18 @@ from dcpjax.config import GlmConfig, ModelConfig
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from dcpjax.models.weights import random_weights
 
+LAYERS = 8
+
 LLAMA: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 1000,
-    "hidden_size": 384,
-    "intermediate_size": 1120,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 3,
-    "head_dim": 80,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
     "max_position_embeddings": 1 << 20,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
@@ -29,10 +31,10 @@ GLM: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
     "vocab_size": 1000,
-    "hidden_size": 384,
-    "intermediate_size": 1120,
+    "hidden_size": 256,
+    "intermediate_size": 704,
     "moe_intermediate_size": 144,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "q_lora_rank": 200,
@@ -40,7 +42,7 @@ GLM: Mapping[str, Any] = {
     "qk_nope_head_dim": 48,
     "qk_rope_head_dim": 32,
     "v_head_dim": 56,
-    "first_k_dense_replace": 4,  # experts are chosen at run time: no compiler knows their work
+    "first_k_dense_replace": LAYERS,  # experts are chosen at run time, so their work is not known
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
@@ -51,7 +53,8 @@ GLM: Mapping[str, Any] = {
     "index_n_heads": 16,
     "index_head_dim": 64,
     "index_topk": 512,
-    "indexer_types": ["full", "full", "shared", "shared"],
+    "index_topk_freq": 4,  # layers 0, 1, 2 and 6 choose
+    "index_skip_topk_offset": 3,
     "max_position_embeddings": 1 << 20,
     "num_nextn_predict_layers": 0,
     "rms_norm_eps": 1e-5,

@@ -5,6 +5,7 @@ are not used and have exchanges of their own.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ from dcpjax.cache.pool import POOL_SPEC, PoolShapes
 from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.step import StepShape, make_step
-from dcpjax.mesh import PAGE_RANKS, WORLD, axes_size
+from dcpjax.mesh import PAGE_RANKS, WORLD, axes_size, pcp_mesh
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.weights import PlacedModel, outline_model, place_model
 
@@ -114,6 +115,31 @@ class PromptStep:
 
     def _array(self, shape: tuple[int, ...], dtype: Any, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+
+def prompt_step(
+    checkpoint: Checkpoint,
+    residency: str,
+    devices: Sequence[jax.Device],
+    *,
+    chunk: int,
+    context: int,
+    block_size: int = 16,
+) -> PromptStep:
+    """The step of a full chunk on all ``devices``, with pools for one sequence of ``context``."""
+    config = EngineConfig.from_settings(
+        str(checkpoint.path),
+        {
+            "block_size": block_size,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": chunk,
+            "max_model_len": context,
+            **pcp_settings(residency, len(devices)),
+        },
+    )
+    blueprint = Blueprint(config, checkpoint.config, "cpu", checkpoint.dtype)
+    mesh = pcp_mesh(devices, len(devices), config.weight_dcp)
+    return PromptStep(blueprint, mesh, chunk, context, -(-context // config.virtual_page_size))
 
 
 class RunningStep:
