@@ -2,13 +2,13 @@
 
     python -m scripts.bench_prefill [--parts work bytes overlap time]
 
-Work, bytes and overlap are read from the compiled program of the engine's step: products are counted
-in it, loop by loop. How often a loop over prior tokens runs depends on the length of a prompt, which
-no compiler knows; those runs are counted by the functions of the layout. The floor of the work of a
-rank is 1 / N of what one device does, of its attention that of the busiest rank is the mean.
-Time: N virtual devices share the cores of this machine, so all of them together do the work of one
-device in the time of one device at best, ratio 1: what is above it are exchanges, copies and waiting.
-Both sides take turns in the same process; ratios are medians over rounds of the ratio within a round.
+Work, bytes and overlap are read from the compiled program of the engine's step: products are
+counted in it, loop by loop. How often a loop over prior tokens runs depends on the length of a
+prompt, which no compiler knows; those runs are counted by the functions of the layout. The floor of
+a rank's work is 1 / N of what one device does, and of the busiest rank's attention the mean.
+Time: N virtual devices share the cores of this machine, so at best all of them together take as
+long as one device with the same work, ratio 1; what is above are exchanges, copies and waiting.
+All sides take turns in one process; ratios are medians over rounds of the ratio within a round.
 The last line of stdout is JSON.
 """
 
@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,9 @@ from dcpjax.models.checkpoint import Checkpoint
 from scripts.bench_workers import ratio, take_turns
 from scripts.prefill.findings import Findings, imbalance, label, predicted_bytes
 from scripts.prefill.models import MODELS, write_model
-from scripts.prefill.steps import PLAIN, RESIDENCIES, PromptStep, RunningStep, prompt_step
+from scripts.prefill.steps import PLAIN, RESIDENCIES, RunningStep, prompt_step
 
 MOST_RANKS = 8
-CHUNK = 512
 PARTS = ("work", "bytes", "overlap", "time")
 
 
@@ -44,20 +44,10 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
                 yield residency, ranks
 
 
-def make_step(
-    checkpoint: Checkpoint, residency: str, ranks: int, context: int, devices: list[jax.Device]
-) -> PromptStep:
-    return prompt_step(checkpoint, residency, devices[:ranks], chunk=CHUNK, context=context)
-
-
-def analyse(step: PromptStep) -> Findings:
-    return Findings.of(step, step.lower(step.outline()).compile())
-
-
 def work_of(found: Findings, plain: Findings, context: int) -> dict[str, Any]:
     """Of the last chunk of a prompt, and of all its chunks."""
-    last, ranks = [context - CHUNK], found.step.ranks
-    every = list(range(0, context, CHUNK))
+    chunk, ranks = found.step.chunk, found.step.ranks
+    last, every = [context - chunk], list(range(0, context, chunk))
     result: dict[str, Any] = {
         "rank_gflops": max(found.rank_flops(last)) / 1e9,
         "work_over_plain": sum(found.rank_flops(last)) / sum(plain.rank_flops(last)),
@@ -69,7 +59,7 @@ def work_of(found: Findings, plain: Findings, context: int) -> dict[str, Any]:
             f"{kind}_over_share": max(own) * ranks / sum(plain.loop_flops(kind, last)),
             f"{kind}_balance": imbalance(own),
             f"{kind}_balance_prompt": imbalance(found.loop_flops(kind, every)),
-            f"{kind}_balance_pairs": imbalance(found.pairs(kind, context - CHUNK)),
+            f"{kind}_balance_pairs": imbalance(found.pairs(kind, context - chunk)),
         }
     return result
 
@@ -85,7 +75,7 @@ def bytes_of(found: Findings, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def overlap_of(found: Findings, context: int) -> dict[str, Any]:
-    layers = found.overlaps(context - CHUNK)
+    layers = found.overlaps(context - found.step.chunk)
     if not layers:
         return {}
     return {
@@ -101,7 +91,10 @@ def static_rows(
     """What compiled programs tell."""
     plain = None
     for residency, ranks in cases(options):
-        found = analyse(make_step(checkpoint, residency, ranks, options.context, devices))
+        step = prompt_step(
+            checkpoint, residency, devices[:ranks], chunk=options.chunk, context=options.context
+        )
+        found = Findings.of(step, step.compile())
         plain = plain or found
         row: dict[str, Any] = {"model": name, "case": label(found.step)}
         if "work" in options.parts:
@@ -117,15 +110,15 @@ def time_rows(
     name: str, checkpoint: Checkpoint, devices: list[jax.Device], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Seconds of a chunk behind so many tokens, all sides in turn."""
-    longest = max(options.priors) + CHUNK
+    chunk, longest = options.chunk, max(options.priors) + options.chunk
     sides: dict[str, RunningStep] = {}
     for residency, ranks in cases(options):
-        step = make_step(checkpoint, residency, ranks, longest, devices)
+        step = prompt_step(checkpoint, residency, devices[:ranks], chunk=chunk, context=longest)
         sides[label(step)] = RunningStep(step, checkpoint)
     for prior in options.priors:
         for side in sides.values():
             side.seconds(prior)  # the first run takes longer
-        calls = {name: lambda side=side: side.seconds(prior) for name, side in sides.items()}
+        calls = {case: partial(side.seconds, prior) for case, side in sides.items()}
         times = take_turns(options.rounds, **calls)
         for case in sides:
             yield {
@@ -150,8 +143,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--residencies", nargs="+", choices=RESIDENCIES, default=list(RESIDENCIES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, MOST_RANKS])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--context", type=int, default=32768, help="tokens of the prompt analysed")
-    parser.add_argument("--priors", type=int, nargs="+", default=[0, 3584, 15872])
+    parser.add_argument("--priors", type=int, nargs="+", default=[0, 3072, 15360])
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args(arguments)
 
@@ -171,7 +165,7 @@ def main() -> None:
                 for row in time_rows(name, checkpoint, devices, options):
                     show(row)
                     rows["time"].append(row)
-    print(json.dumps({"chunk": CHUNK, "context": options.context, **rows}))
+    print(json.dumps({"chunk": options.chunk, "context": options.context, **rows}))
 
 
 if __name__ == "__main__":

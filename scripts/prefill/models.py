@@ -1,5 +1,7 @@
-"""Models with random weights, as config.json has them. No two widths of one model are equal, so that
-a product in a compiled program tells by its sizes what it is about.
+"""Models with random weights, as config.json has them.
+
+No two widths of one model are equal, so that a product in a compiled program tells by its sizes
+what it is about.
 """
 
 import json

@@ -22,7 +22,7 @@ COLLECTIVES = frozenset(
 
 @dataclass(frozen=True)
 class Exchanges:
-    """Of one part of the cache, for each of its ``layers``: the gathers of new rows and of copies."""
+    """Of one part of the cache, for each of its layers: gathers of new rows, and of copies."""
 
     layers: tuple[int, ...]
     rows: list[Instruction]

@@ -1,4 +1,4 @@
-"""The engine's step of one prompt chunk: compiled without weights, or run over pools of random rows.
+"""The engine's step of one prompt chunk: compiled without weights, or run over random rows.
 
 The step has no decode rows. An engine always has some beside a prompt, which cost little when they
 are not used and have exchanges of their own.
@@ -11,17 +11,17 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dcpjax.cache.pool import POOL_SPEC, PoolShapes
+from dcpjax.cache.pool import PoolShapes
 from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
-from dcpjax.engine.step import StepShape, make_step
-from dcpjax.mesh import PAGE_RANKS, WORLD, axes_size, pcp_mesh
+from dcpjax.engine.step import StepShape
+from dcpjax.mesh import WORLD, pcp_mesh
 from dcpjax.models.checkpoint import Checkpoint
-from dcpjax.models.weights import PlacedModel, outline_model, place_model
+from dcpjax.models.weights import place_model
+from scripts.prefill.outline import Outline
 
 RESIDENCIES = ("replicated", "sharded", "layer_split")
 PLAIN = "plain"
@@ -43,19 +43,23 @@ class PromptStep:
     Attributes:
         chunk: tokens that are computed.
         context: tokens that the page table has room for, the chunk included.
-        num_pages: of each rank's pool.
     """
 
-    blueprint: Blueprint
-    mesh: Mesh | AbstractMesh
+    outline: Outline
     chunk: int
     context: int
-    num_pages: int
-    yields_hidden: bool = False
+
+    @property
+    def blueprint(self) -> Blueprint:
+        return self.outline.blueprint
 
     @property
     def config(self) -> EngineConfig:
-        return self.blueprint.config
+        return self.outline.config
+
+    @property
+    def pools(self) -> PoolShapes:
+        return self.outline.pools
 
     @property
     def ranks(self) -> int:
@@ -74,47 +78,8 @@ class PromptStep:
         """Tokens that a page table stands for: so many rows has a copy of a layer."""
         return self.shape.table_width * self.config.virtual_page_size
 
-    @cached_property
-    def pools(self) -> PoolShapes:
-        return self.blueprint.pool_shapes(self.num_pages)
-
-    @property
-    def pool_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The pools over all ranks."""
-        page_ranks = axes_size(self.mesh, PAGE_RANKS)
-        return {
-            name: self._array(pool.array_shape(page_ranks), pool.storage_dtype, POOL_SPEC)
-            for name, pool in self.pools.by_part.items()
-        }
-
-    def outline(self) -> PlacedModel:
-        """The model as shapes."""
-        blueprint = self.blueprint
-        return outline_model(blueprint.model, blueprint.sharding, self.mesh, blueprint.dtype)
-
-    def lower(self, model: PlacedModel) -> Any:
-        """The step, lowered for the mesh; the pools are donated, as the engine does."""
-        step = make_step(
-            model,
-            self.shape,
-            self.blueprint.token_sharding(self.pools),
-            self.mesh,
-            vocab_size=self.blueprint.model.vocab_size,
-            max_rows=self.shape.rows,
-            max_outputs=self.shape.num_outputs,
-            yields_hidden=self.yields_hidden,
-        )
-        whole = PartitionSpec()
-        return jax.jit(step, donate_argnums=1).lower(
-            model.parameters,
-            self.pool_arrays,
-            self._array((self.shape.packed_size,), jnp.int32, whole),
-            self._array((self.shape.rows,), jnp.int32, whole),
-            self._array((self.mesh.size,), jnp.uint32, PartitionSpec(WORLD)),
-        )
-
-    def _array(self, shape: tuple[int, ...], dtype: Any, spec: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+    def compile(self) -> Any:
+        return self.outline.lower(self.shape).compile()
 
 
 def prompt_step(
@@ -139,28 +104,28 @@ def prompt_step(
     )
     blueprint = Blueprint(config, checkpoint.config, "cpu", checkpoint.dtype)
     mesh = pcp_mesh(devices, len(devices), config.weight_dcp)
-    return PromptStep(blueprint, mesh, chunk, context, -(-context // config.virtual_page_size))
+    num_pages = -(-context // config.virtual_page_size)
+    return PromptStep(Outline(blueprint, mesh, num_pages), chunk, context)
 
 
 class RunningStep:
     """A compiled step with weights, and pools whose rows are random."""
 
     def __init__(self, step: PromptStep, checkpoint: Checkpoint) -> None:
-        assert isinstance(step.mesh, Mesh), "a step runs on devices"
-        self.step = step
-        blueprint = step.blueprint
-        model = place_model(checkpoint, blueprint.sharding, step.mesh, blueprint.dtype)
-        self.compiled = step.lower(model).compile()
+        self.step, outline, mesh = step, step.outline, step.outline.mesh
+        assert isinstance(mesh, Mesh), "a step runs on devices"
+        model = place_model(checkpoint, outline.blueprint.sharding, mesh, outline.blueprint.dtype)
+        self.compiled = outline.lower(step.shape, model).compile()
         self._parameters = model.parameters
         key = jax.random.key(0)
         self._pools = {
             name: jax.device_put(jax.random.normal(key, one.shape, one.dtype), one.sharding)
-            for name, one in step.pool_arrays.items()
+            for name, one in outline.pool_arrays.items()
         }
-        whole = NamedSharding(step.mesh, PartitionSpec())
+        whole = NamedSharding(mesh, PartitionSpec())
         self._previous = jax.device_put(np.zeros(step.shape.rows, np.int32), whole)
-        ranks = NamedSharding(step.mesh, PartitionSpec(WORLD))
-        self._rank_ids = jax.device_put(np.arange(step.mesh.size, dtype=np.uint32), ranks)
+        ranks = NamedSharding(mesh, PartitionSpec(WORLD))
+        self._rank_ids = jax.device_put(np.arange(mesh.size, dtype=np.uint32), ranks)
 
     def seconds(self, prior: int) -> float:
         """One run of a full chunk behind ``prior`` tokens."""
@@ -174,11 +139,11 @@ class RunningStep:
         return time.perf_counter() - start
 
     def _packed(self, prior: int) -> np.ndarray:
-        step = self.step
+        step, num_pages = self.step, self.step.outline.num_pages
         packed = np.zeros(step.shape.packed_size, np.int32)
         views = step.shape.views(packed)
         random = np.random.default_rng(0)
         views["token_ids"][:] = random.integers(step.blueprint.model.vocab_size, size=step.chunk)
-        views["page_tables"][0] = random.permutation(step.num_pages)[: step.shape.table_width]
+        views["page_tables"][0] = random.permutation(num_pages)[: step.shape.table_width]
         views["prior_lengths"][:], views["num_tokens"][:] = prior, step.chunk
         return packed
