@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--lower", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
+    if options.compile:  # before JAX makes devices for anything else
+        find_devices(options.tp * options.pcp, "cpu")
     rows = []
     for residency in options.residencies:
         rows.append(examine(residency, options))

@@ -6,6 +6,7 @@ How often a loop over prior tokens runs is known only at run time, so a compiler
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 from dcpjax.attention import indexer, sparse
@@ -76,8 +77,7 @@ def _chosen(step: PromptStep, ranges: list[tuple[int, int]], top_k: int) -> Work
 def _reads(step: PromptStep, tokens: int) -> Reads:
     """What is read at a time, of a copy or of the pool."""
     page_size = step.config.block_size
-    table = np.empty((1, step.copied_tokens // page_size), np.int8)
-    return Reads.of(table, page_size, tokens)  # pyright: ignore[reportArgumentType]
+    return Reads.of(jnp.zeros((1, step.copied_tokens // page_size)), page_size, tokens)
 
 
 def _pairs(ranges: list[tuple[int, int]]) -> int:
