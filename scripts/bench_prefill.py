@@ -114,7 +114,7 @@ def time_rows(
     sides: dict[str, RunningStep] = {}
     for residency, ranks in cases(options):
         step = prompt_step(checkpoint, residency, devices[:ranks], chunk=chunk, context=longest)
-        sides[label(step)] = RunningStep(step, checkpoint)
+        sides[label(step)] = RunningStep(step.outline, step.shape, checkpoint)
     for prior in options.priors:
         for side in sides.values():
             side.seconds(prior)  # the first run takes longer

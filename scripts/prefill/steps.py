@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dcpjax.cache.pool import PoolShapes
 from dcpjax.config import EngineConfig
 from dcpjax.engine.blueprint import Blueprint
-from dcpjax.engine.step import StepShape
+from dcpjax.engine.step import FROM_HOST, StepShape
 from dcpjax.mesh import WORLD, pcp_mesh
 from dcpjax.models.checkpoint import Checkpoint
 from dcpjax.models.weights import place_model
@@ -111,24 +111,24 @@ def prompt_step(
 class RunningStep:
     """A compiled step with weights, and pools whose rows are random."""
 
-    def __init__(self, step: PromptStep, checkpoint: Checkpoint) -> None:
-        self.step, outline, mesh = step, step.outline, step.outline.mesh
+    def __init__(self, outline: Outline, shape: StepShape, checkpoint: Checkpoint) -> None:
+        mesh, blueprint = outline.mesh, outline.blueprint
         assert isinstance(mesh, Mesh), "a step runs on devices"
-        model = place_model(checkpoint, outline.blueprint.sharding, mesh, outline.blueprint.dtype)
-        self.compiled = outline.lower(step.shape, model).compile()
-        self._parameters = model.parameters
+        model = place_model(checkpoint, blueprint.sharding, mesh, blueprint.dtype)
+        self.compiled = outline.lower(shape, model).compile()
+        self._outline, self._shape, self._parameters = outline, shape, model.parameters
         key = jax.random.key(0)
         self._pools = {
             name: jax.device_put(jax.random.normal(key, one.shape, one.dtype), one.sharding)
             for name, one in outline.pool_arrays.items()
         }
         whole = NamedSharding(mesh, PartitionSpec())
-        self._previous = jax.device_put(np.zeros(step.shape.rows, np.int32), whole)
+        self._previous = jax.device_put(np.zeros(shape.rows, np.int32), whole)
         ranks = NamedSharding(mesh, PartitionSpec(WORLD))
         self._rank_ids = jax.device_put(np.arange(mesh.size, dtype=np.uint32), ranks)
 
     def seconds(self, prior: int) -> float:
-        """One run of a full chunk behind ``prior`` tokens."""
+        """One run of full rows, each behind ``prior`` tokens."""
         packed = self._packed(prior)
         start = time.perf_counter()
         result = self.compiled(
@@ -139,11 +139,13 @@ class RunningStep:
         return time.perf_counter() - start
 
     def _packed(self, prior: int) -> np.ndarray:
-        step, num_pages = self.step, self.step.outline.num_pages
-        packed = np.zeros(step.shape.packed_size, np.int32)
-        views = step.shape.views(packed)
-        random = np.random.default_rng(0)
-        views["token_ids"][:] = random.integers(step.blueprint.model.vocab_size, size=step.chunk)
-        views["page_tables"][0] = random.permutation(num_pages)[: step.shape.table_width]
-        views["prior_lengths"][:], views["num_tokens"][:] = prior, step.chunk
+        shape, outline, random = self._shape, self._outline, np.random.default_rng(0)
+        packed = np.zeros(shape.packed_size, np.int32)
+        views = shape.views(packed)
+        ids = random.integers(outline.blueprint.model.vocab_size, size=shape.num_tokens)
+        views["token_ids"][:], views["sources"][:] = ids, FROM_HOST
+        views["page_tables"][:] = random.permutation(outline.num_pages)[: shape.table_width]
+        views["prior_lengths"][:] = prior
+        views["num_tokens"][: shape.decode_rows] = shape.decode_width
+        views["num_tokens"][shape.decode_rows :] = shape.prefill_width
         return packed
