@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 
+from dcpjax.cache.parts import LATENT
 from dcpjax.config import EngineConfig, GlmConfig
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.step import StepShape
@@ -59,19 +60,16 @@ class Side:
 
     def read_bytes(self, context: int) -> int:
         """Of the cache, by one rank for one query."""
-        model, config = self.outline.blueprint.model, self.outline.config
-        total = 0
+        config, total = self.outline.config, 0
         for name, pool in self.outline.pools.by_part.items():
-            page = pool.page_bytes(config.head_groups)
-            token = page // config.block_size
-            total += token * self._tokens_read(model, name, context)
+            token = pool.page_bytes(config.head_groups) // config.block_size
+            total += token * self._tokens_read(name, context)
         return total // config.decode_context_parallel_size
 
-    def _tokens_read(self, model: Any, part: str, context: int) -> int:
-        is_chosen = isinstance(model, GlmConfig) and model.indexer is not None
-        if is_chosen and part == "latent":
-            return min(model.indexer.top_k, context)
-        return context
+    def _tokens_read(self, part: str, context: int) -> int:
+        model = self.outline.blueprint.model
+        indexer = model.indexer if isinstance(model, GlmConfig) else None
+        return min(indexer.top_k, context) if indexer and part == LATENT else context
 
 
 def prompt_sides(

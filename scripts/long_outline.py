@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def examine(residency: str, options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(MODEL))
     parser.add_argument("--tokens", type=int, default=1 << 20)
@@ -178,7 +179,11 @@ def main() -> None:
     parser.add_argument("--residencies", nargs="+", choices=RESIDENCIES, default=list(RESIDENCIES))
     parser.add_argument("--lower", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compile", action="store_true")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
     if options.compile:  # before JAX makes devices for anything else
         find_devices(options.tp * options.pcp, "cpu")
     rows = []

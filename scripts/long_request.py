@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ SMALL: Mapping[str, Any] = {
     "index_topk": 64,
     "indexer_types": ["full", *["shared"] * 3, "full", *["shared"] * 3],
 }
-RANKS, DECODE_RANKS = 8, 4
+DECODE_RANKS = 4
 NEW_TOKENS = 8
 BLOCK_SIZE = 64
 
@@ -77,7 +77,9 @@ def settings_of(options: argparse.Namespace, role: str, **more: Any) -> dict[str
 
 def side_settings(options: argparse.Namespace, residency: str) -> dict[str, Any]:
     return settings_of(
-        options, "kv_producer", **pcp_settings(residency, 1 if residency == PLAIN else RANKS)
+        options,
+        "kv_producer",
+        **pcp_settings(residency, 1 if residency == PLAIN else options.ranks),
     )
 
 
@@ -150,7 +152,7 @@ def fetch(
     return tokens
 
 
-def memory_of(engine: Engine, values: Mapping[str, Any]) -> dict[str, Any]:
+def memory_of(engine: Engine) -> dict[str, Any]:
     """Bytes of a rank: measured from the arrays, from shapes, and from the planner's formulas."""
     config, pools = engine.config, engine.pool_shapes
     deployment = Deployment(
@@ -160,7 +162,7 @@ def memory_of(engine: Engine, values: Mapping[str, Any]) -> dict[str, Any]:
         page_size=config.block_size,
         cache_dtype="float32",
     )
-    planned = page_bytes(find_model(dict(values)), deployment) * (pools.num_pages + 1)
+    planned = page_bytes(find_model(config.model), deployment) * (pools.num_pages + 1)
     return {
         "pool_bytes": engine.runner.pool_bytes,
         "pool_bytes_by_shapes": pools.rank_bytes(config.head_groups),
@@ -187,35 +189,43 @@ def run_residency(
             tokens, row["hand_over_and_decode_s"] = timed(
                 lambda: fetch(decode, engine, residency, prompt, offer)
             )
-        return {**row, "tokens": tokens, **memory_of(engine, SMALL)}
+        return {**row, "tokens": tokens, **memory_of(engine)}
 
 
-def parse() -> argparse.Namespace:
+def run(checkpoint: Checkpoint, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All residencies, one after the other."""
+    ids = np.random.default_rng(0).integers(
+        checkpoint.config.vocab_size, size=options.tokens - NEW_TOKENS
+    )
+    prompt = tuple(ids.tolist())
+    with ExitStack() as stack:
+        decode = None
+        if options.hand_over:
+            decode = stack.enter_context(opened(checkpoint, decode_settings(options)))
+        for residency in options.residencies:
+            yield run_residency(residency, checkpoint, prompt, decode, options)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--chunk", type=int, default=2048)
+    parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--hand-over", action="store_true", help="to an engine with DCP 4")
     parser.add_argument("--connector", default="InProcessConnector")
     sides = [*RESIDENCIES, PLAIN]
     parser.add_argument("--residencies", nargs="+", choices=sides, default=list(RESIDENCIES))
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
     options = parse()
-    find_devices(RANKS, "cpu")
-    random = np.random.default_rng(0)
-    prompt = tuple(random.integers(SMALL["vocab_size"], size=options.tokens - NEW_TOKENS).tolist())
+    find_devices(max(options.ranks, DECODE_RANKS), "cpu")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = write_model(Path(folder), SMALL)
-        with ExitStack() as stack:
-            decode = None
-            if options.hand_over:
-                decode = stack.enter_context(opened(checkpoint, decode_settings(options)))
-            for residency in options.residencies:
-                rows.append(run_residency(residency, checkpoint, prompt, decode, options))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        for row in run(write_model(Path(folder), SMALL), options):
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr, flush=True)
     are_equal = all(row["tokens"] == rows[0]["tokens"] for row in rows)
     print(json.dumps({"tokens": options.tokens, "are_equal": are_equal, "rows": rows}))
     if not are_equal:

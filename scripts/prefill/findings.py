@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.models import find_model
 from dcpjax.planner.traffic import traffic
 from scripts.prefill.models import score_widths
 from scripts.prefill.overlap import Overlap, exchanged, find_exchanges, find_overlaps
@@ -99,7 +100,7 @@ def predicted_bytes(step: PromptStep, values: Mapping[str, Any]) -> int:
         cache_dtype="float32",
     )
     found = traffic(
-        dict(values),
+        find_model(dict(values)),
         deployment,
         step.chunk,
         context=step.copied_tokens,
