@@ -72,7 +72,9 @@ def settings_of(options: argparse.Namespace, role: str, **more: Any) -> dict[str
         **more,
     }
     page = BLOCK_SIZE * settings.get("decode_context_parallel_size", 1)
-    return {**settings, "num_pages": -(-options.tokens // page)}
+    # One more than the prompt's: a copy of a layer may then not be taken for one of a pool that has
+    # a single layer.
+    return {**settings, "num_pages": -(-options.tokens // page) + 1}
 
 
 def side_settings(options: argparse.Namespace, residency: str) -> dict[str, Any]:
