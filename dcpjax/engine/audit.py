@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dcpjax.engine.hlo_text import Instruction, read_instructions
 from dcpjax.errors import AuditError
 
 _IN_PLACE = frozenset(
@@ -18,13 +19,6 @@ _IN_PLACE = frozenset(
 )
 """Instructions that pass the pool on or update it in place; a fusion is judged by its root."""
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(
-    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w\-]+)"
-    r"\((?P<operands>[^)]*)"
-)
-_NAME = re.compile(r"[\w.\-]+")
-_CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _ALIAS = re.compile(r"\{(\d*)\}: \(\d+, \{\}, (?:may|must)-alias\)")
 
 
@@ -36,21 +30,6 @@ class StepAudit:
     aliased_bytes: int
     temporary_bytes: int
     instructions: int
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    computation: str
-    name: str
-    type: str
-    opcode: str
-    is_root: bool
-    calls: str | None
-    words: tuple[str, ...]  # of the operand list; some are names of instructions
-
-    def makes(self, dimensions: str) -> bool:
-        """Whether its output, or a part of it, has these dimensions; the type may be another."""
-        return dimensions in self.type
 
 
 def audit_step(compiled: Any, step: str, *, pool_shapes: Sequence[tuple[int, ...]]) -> StepAudit:
@@ -68,7 +47,7 @@ def audit_step(compiled: Any, step: str, *, pool_shapes: Sequence[tuple[int, ...
     text = compiled.as_text()
     for output in range(len(pool_shapes)):
         check_aliased(text, step, output)
-    instructions = _instructions(text)
+    instructions = read_instructions(text)
     wanted = [f"[{','.join(map(str, shape))}]" for shape in dict.fromkeys(pool_shapes)]
     copies = [found for dimensions in wanted for found in _copies(instructions, dimensions)]
     if copies:
@@ -84,34 +63,13 @@ def check_aliased(text: str, step: str, pool_output: int = 0) -> None:
         raise AuditError("the KV pool is not updated in place", step=step, header=header[:400])
 
 
-def _instructions(text: str) -> list[_Instruction]:
-    found, computation = [], ""
-    for line in text.splitlines():
-        if opening := _COMPUTATION.match(line):
-            computation = opening["name"]
-        elif parsed := _INSTRUCTION.match(line):
-            calls = _CALLS.search(line)
-            found.append(
-                _Instruction(
-                    computation,
-                    parsed["name"],
-                    parsed["type"],
-                    parsed["opcode"],
-                    parsed["root"] is not None,
-                    calls[1] if calls else None,
-                    tuple(_NAME.findall(parsed["operands"])),
-                )
-            )
-    return found
-
-
-def _copies(instructions: list[_Instruction], dimensions: str) -> list[str]:
+def _copies(instructions: list[Instruction], dimensions: str) -> list[str]:
     """Instructions with an output of the pool's dimensions that is not the pool itself."""
     fused = {i.calls for i in instructions if i.opcode == "fusion"}
     found = {(i.computation, i.name): i for i in instructions}
     roots = {i.computation: i for i in instructions if i.is_root}
 
-    def makers(item: _Instruction) -> list[_Instruction]:
+    def makers(item: Instruction) -> list[Instruction]:
         """What makes the outputs: in a fusion its root, or the members of a tuple there."""
         if item.opcode != "fusion" or item.calls is None:
             return [item]
