@@ -108,14 +108,23 @@ def view_blocks(
 
 
 def gather_prior(
-    pool: Array, layer: Integer[Array, ""], blocks: Sequence[AnyBlock], stored: Stored
+    pool: Array,
+    layer: Integer[Array, ""],
+    blocks: Sequence[AnyBlock],
+    stored: Stored,
+    after: Prior = (),
 ) -> Prior:
     """The copies of a layer's prior tokens that the blocks' queries need, one collective each.
 
     They depend on nothing that the layer before computes after its own writes, so they can be under
     way meanwhile. A copy has pages [n, 1, h, S, C] in the order of positions, those of segment b
     from b · n / B on, and a scratch page at its end.
+
+    Args:
+        after: copies that are made before. What one needs of the other, no compiler makes one
+            message of: the copies of two layers would both wait for the later one.
     """
+    layer = _once_read(layer, after, _segments(blocks[0]).page_tables)
     return tuple(
         _copy(pool, layer, block, stored)
         for block in blocks
@@ -152,7 +161,15 @@ def _copy(pool: Array, layer: Integer[Array, ""], block: PairedBlock, stored: St
     else:
         pages = lax.psum(jnp.where(home.is_mine, mine, jnp.zeros((), mine.dtype)), PCP)
         pages = _committed(pages, block, layer_owner(layer, stored.num_layers, block.ranks))
-    return jnp.pad(pages[:, None], ((0, 1), *((0, 0),) * 4))
+    return _with_scratch_page(pages[:, None], pool)
+
+
+def _with_scratch_page(
+    pages: Shaped[Array, "n 1 h S C"], pool: Shaped[Array, "pages L h S C"]
+) -> Shaped[Array, "m 1 h S C"]:
+    """Pages and one of zeros; two where else the audit could not tell the copy from the pool."""
+    is_like_pool = pool.shape[:2] == (pages.shape[0] + 1, 1)
+    return jnp.pad(pages, ((0, 1 + is_like_pool), *((0, 0),) * 4))
 
 
 def _committed(

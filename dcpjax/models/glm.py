@@ -55,7 +55,7 @@ class Glm(nnx.Module):
         angles = latent_angles(positions, self.config)
         names = CacheNames(has_whole_keys=self.sharding.has_whole_index)
         choices: tuple[Choice, ...] = ()
-        priors = self._priors(0, blocks, pools, names)
+        priors = self._priors(0, blocks, pools, names, {})
         for number, layer in enumerate(self.layers):
             x, pools, choices = run_layer(
                 layer,
@@ -69,7 +69,7 @@ class Glm(nnx.Module):
                 priors,
                 names=names,
             )
-            priors = self._priors(number + 1, blocks, pools, names)
+            priors = self._priors(number + 1, blocks, pools, names, priors)
         return x, pools
 
     def _place(self, number: int) -> Place:
@@ -77,15 +77,26 @@ class Glm(nnx.Module):
         return Place(jnp.int32(number), jnp.int32(num_choosing))
 
     def _priors(
-        self, number: int, blocks: tuple[AnyBlock, ...], pools: Pools, names: CacheNames
+        self,
+        number: int,
+        blocks: tuple[AnyBlock, ...],
+        pools: Pools,
+        names: CacheNames,
+        before: Priors,
     ) -> Priors:
-        """What a layer reads besides the pools, by part; behind the last layer nothing."""
+        """What a layer reads besides the pools, by part; behind the last layer nothing.
+
+        Args:
+            before: of the layer before.
+        """
         if number == len(self.layers):
             return {}
         place, (latents, keys) = self._place(number), stored_parts(self.config, self.sharding)
-        priors = {LATENT: gather_prior(pools[LATENT], place.latent, blocks, latents)}
+        done = tuple(copy for copies in before.values() for copy in copies)
+        latent = gather_prior(pools[LATENT], place.latent, blocks, latents, done)
+        priors = {LATENT: latent}
         if self.config.has_indexer(number) and not names.has_whole_keys:
-            priors[INDEXER] = gather_prior(pools[INDEXER], place.indexer, blocks, keys)
+            priors[INDEXER] = gather_prior(pools[INDEXER], place.indexer, blocks, keys, latent)
         return priors
 
     def logits(self, x: Float[Array, "R E"]) -> Float[Array, "R v"]:

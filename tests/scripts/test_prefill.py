@@ -94,8 +94,7 @@ def test_a_step_exchanges_what_the_planner_says(find, model, residency):
     assert all(len(part.copies) == copied * len(part.layers) for part in parts)
 
 
-# XLA makes one message of the copies of two layers where a GLM's layers are split.
-AHEAD = [case for case in PCP if case[1] != "replicated" and case != ("glm", "layer_split")]
+AHEAD = [case for case in PCP if case[1] != "replicated"]
 
 
 @pytest.mark.parametrize("model, residency", AHEAD)
