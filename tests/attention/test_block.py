@@ -20,7 +20,7 @@ from dcpjax.attention.decode import decode_attention, write_block
 from dcpjax.attention.prefill import gather_tokens, prefill_attention
 from dcpjax.cache.pool import POOL_SPEC
 from dcpjax.layout import slot_mapping
-from dcpjax.mesh import ALL_RANKS, DCP, TP, decode_mesh, prefill_mesh
+from dcpjax.mesh import DCP, PCP, TP, WORLD, decode_mesh, prefill_mesh
 from tests.attention.sequences import Tolerance, pairwise
 
 KEY_WIDTH = VALUE_WIDTH = 8
@@ -155,15 +155,16 @@ def attend_on_rank(shape: Shape, q, k, v, pool, tables, priors, counts, rank):
 
 def program(shape: Shape, make_mesh=decode_mesh):
     """Jitted over global arrays; the pool is [dcp · pages, ...]."""
-    q_spec = PartitionSpec(None, ALL_RANKS if shape.mode == "by_heads" else TP)
-    kv_spec = PartitionSpec(None, TP)
-    by_rank = PartitionSpec(DCP, None, TP)
-    out_spec = by_rank if shape.mode == "by_tokens" else PartitionSpec(None, ALL_RANKS)
+    groups, ranks = (PCP, TP), PartitionSpec((DCP, PCP))
+    q_spec = PartitionSpec(None, WORLD if shape.mode == "by_heads" else groups)
+    kv_spec = PartitionSpec(None, groups)
+    by_rank = PartitionSpec(DCP, None, groups)
+    out_spec = by_rank if shape.mode == "by_tokens" else PartitionSpec(None, WORLD)
     return jax.jit(
         jax.shard_map(
             functools.partial(attend_on_rank, shape),
             mesh=make_mesh(jax.devices()[: shape.ranks], shape.dcp),
-            in_specs=(q_spec, kv_spec, kv_spec, POOL_SPEC, WHOLE, WHOLE, WHOLE, PartitionSpec(DCP)),
+            in_specs=(q_spec, kv_spec, kv_spec, POOL_SPEC, WHOLE, WHOLE, WHOLE, ranks),
             out_specs=(out_spec, POOL_SPEC),
         )
     )

@@ -16,11 +16,12 @@ from dcpjax.engine.prompt_split import attention_work
 from dcpjax.engine.request import FinishReason
 from dcpjax.engine.step import StepResult, StepShape
 from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
-from dcpjax.models.checkpoint import Checkpoint
+from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from tests.engine.drafting_glm import drafting_glm
 from tests.engine.serving import engine_of, request_of, serve
 from tests.engine.workload import assert_same, workload
 from tests.golden.tiny import random_tokens
+from tests.golden.tiny_glm import write_tiny_glm
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 160, "block_size": 4}
 PCP, TP, DCP = (
@@ -257,6 +258,41 @@ def test_long_prompts(model, residency, length, open_engine):
         for more in ({}, size)
     ]
     assert both[0]["long"].tokens == both[1]["long"].tokens
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Checkpoint:
+    """Latents in tiles, as scales need them."""
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    return open_checkpoint(str(write_tiny_glm(folder, "periodic", kv_lora_rank=128)))
+
+
+@pytest.mark.parametrize(
+    "residency, kv_cache_dtype",
+    [
+        pytest.param(*case, marks=() if case == ("sharded", "fp8_ds_mla") else matrix)
+        for case in itertools.product(
+            ("replicated", "sharded", "layer_split"), ("fp8_ds_mla", "fp8", "bfloat16")
+        )
+    ],
+)
+def test_rounded_caches_give_the_tokens_of_one_device(wide, residency, kv_cache_dtype):
+    """Sparse attention reads all tokens from pages, so it sees the same wherever they lie."""
+    size = {PCP: 2, "prefill_kv": residency, DCP: 2 if residency == "sharded" else 1}
+    few = {"kv_cache_dtype": kv_cache_dtype, "num_pages": 40, "block_size": 8, "max_num_seqs": 2}
+    whole = {"cp_kv_cache_interleave_size": 8}  # scaled keys are gathered as whole pages
+    requests = {
+        str(n): (random_tokens(f"rounded {n}", n, 61), {"max_tokens": 6, "ignore_eos": True})
+        for n in (1, 3, 24, 61)
+    }
+    served = []
+    for settings in ({}, size | whole):
+        engine = engine_of(wide, **SMALL | few | settings)
+        asked = [request_of(name, prompt, **more) for name, (prompt, more) in requests.items()]
+        served.append(serve(engine, asked))
+        engine.close()
+    for name in requests:
+        assert_same(served[1][name], served[0][name])
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
