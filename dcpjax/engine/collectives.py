@@ -8,20 +8,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dcpjax.engine.hlo_text import Instruction, array_types, read_instructions
 from dcpjax.errors import AuditError
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(\{(?:\{[\d,]*\},?)*\}|\[[^\s]*?\](?:<=\[[\d,]*\])?"
     r"(?:T\([\d,]*\))?)"
 )
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|\w+_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,10 @@ def collectives_of(program: str) -> tuple[Collective, ...]:
     Args:
         program: its text, ``compiled.as_text()``.
     """
-    computations: dict[str, list[tuple[str, str, str]]] = {}
-    entry, current = "", None
-    for line in program.splitlines():
-        if (head := _HEAD.match(line)) is not None:
-            current = computations.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif current is not None and (found := _INSTRUCTION.match(line)) is not None:
-            current.append((found[1], found[2], found[3]))
+    computations: dict[str, list[Instruction]] = {}
+    for one in read_instructions(program):
+        computations.setdefault(one.computation, []).append(one)
+    (entry,) = {body[0].computation for body in computations.values() if body[0].is_entry}
     return tuple(_walk(computations, entry))
 
 
@@ -88,38 +81,33 @@ def check_collectives(program: str, name: str) -> tuple[Collective, ...]:
     return found
 
 
-def _walk(computations: dict[str, list[tuple[str, str, str]]], name: str) -> Iterator[Collective]:
-    for result, opcode, rest in computations.get(name, ()):
-        kind = opcode.removesuffix("-start")
+def _walk(computations: dict[str, list[Instruction]], name: str) -> Iterator[Collective]:
+    for one in computations.get(name, ()):
+        kind = one.opcode.removesuffix("-start")
         if kind in KINDS:
-            groups = _GROUPS.search(rest)
-            yield Collective(kind, _shapes(result), groups[1] if groups else "")
+            groups = _GROUPS.search(one.attributes)
+            shapes = tuple((array.dtype, array.dimensions) for array in array_types(one.type))
+            yield Collective(kind, shapes, groups[1] if groups else "")
             continue
-        inside = [one for called in _called(rest) for one in _walk(computations, called)]
-        if opcode == "while":
-            yield from _in_loop(inside, _TRIPS.search(rest))
-        elif opcode == "conditional":
-            yield from (replace(one, depends_on="conditional") for one in inside)
+        called = _called(one.attributes)
+        inside = [found for other in called for found in _walk(computations, other)]
+        if one.opcode == "while":
+            yield from _in_loop(inside, one.trip_count)
+        elif one.opcode == "conditional":
+            yield from (replace(found, depends_on="conditional") for found in inside)
         else:
             yield from inside
 
 
-def _in_loop(inside: Sequence[Collective], trips: re.Match[str] | None) -> Iterator[Collective]:
+def _in_loop(inside: Sequence[Collective], trips: int | None) -> Iterator[Collective]:
     for one in inside:
         if trips is None:
             yield replace(one, depends_on="while")
         else:
-            yield replace(one, repeats=one.repeats * int(trips[1]))
+            yield replace(one, repeats=one.repeats * trips)
 
 
 def _called(rest: str) -> list[str]:
     branches = _BRANCHES.search(rest)
     named = [] if branches is None else re.findall(r"%?([\w.\-]+)", branches[1])
     return [*_CALLED.findall(rest), *named]
-
-
-def _shapes(result: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple(
-        (dtype, tuple(int(n) for n in extents.split(",") if n))
-        for dtype, extents in _ARRAY.findall(result)
-    )

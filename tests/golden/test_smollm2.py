@@ -19,6 +19,7 @@ from tests.engine.serving import engine_of, request_of, serve
 from tests.golden.records import NEAR_TIE, NUM_TOKENS, Logits, read_continuations, read_logits
 
 TOLERANCE = 2e-3
+matrix = pytest.mark.matrix
 LONG = "long"  # the prompt of 6K tokens
 OPTIONS = {
     "mesh": ((1, 1), (3, 1), (1, 3), (3, 3)),
@@ -88,12 +89,12 @@ def test_the_prompts_are_what_they_should_be():
     assert min(item.margin for item in recorded) > NEAR_TIE
 
 
-@pytest.mark.parametrize("layout", QUICK, ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(QUICK[0], marks=matrix), QUICK[1]], ids=str)
 def test_tokens(layout, smollm2):
     check_tokens(smollm2, layout, lambda name: name != LONG)
 
 
-@pytest.mark.parametrize("layout", [Layout(1, 1), QUICK[1]], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(Layout(1, 1), marks=matrix), QUICK[1]], ids=str)
 def test_tokens_with_speculation(layout, smollm2):
     """Drafts from n-grams change how many steps it takes, and nothing else."""
     config = {"method": "ngram", "num_speculative_tokens": 3}
@@ -102,13 +103,20 @@ def test_tokens_with_speculation(layout, smollm2):
     assert stats["acceptance_length"] > 1.3
 
 
-@pytest.mark.matrix
+@matrix
+@pytest.mark.parametrize("residency", ["replicated", "layer_split"])
+def test_tokens_of_prompts_on_two_ranks(residency, smollm2):
+    settings = {"prefill_context_parallel_size": 2, "prefill_kv": residency}
+    check_tokens(smollm2, Layout(1, 1), lambda name: True, **settings)
+
+
+@matrix
 @pytest.mark.parametrize("layout", [layout_of(choice) for choice in CHOICES], ids=str)
 def test_tokens_of_every_layout(layout, smollm2):
     check_tokens(smollm2, layout, lambda name: name != LONG)
 
 
-@pytest.mark.matrix
+@matrix
 @pytest.mark.parametrize("layout", [layout_of(c) for c in pairwise_cover(CHOICES)], ids=str)
 def test_tokens_after_a_long_prompt(layout, smollm2):
     check_tokens(smollm2, layout, lambda name: name == LONG)
@@ -152,7 +160,7 @@ def test_logits(smollm2):
     check_logits(smollm2, Layout(3, 1, interleave=4, page_size=16))
 
 
-@pytest.mark.matrix
+@matrix
 @pytest.mark.parametrize("layout", [layout_of(c) for c in pairwise_cover(CHOICES)], ids=str)
 def test_logits_of_other_layouts(layout, smollm2):
     check_logits(smollm2, layout)
