@@ -28,9 +28,9 @@ class PromptSplit:
             self._work += attention_work(segment.start, segment.num_tokens, self._ranks)
 
     def stats(self) -> dict[str, Any]:
-        """``balance``: work of the busiest rank over the mean, None before the first prompt."""
+        """``balance``: work of the busiest rank over the mean, 1 before the first prompt."""
         total = int(self._work.sum())
-        balance = float(self._work.max() * self._ranks / total) if total else None
+        balance = float(self._work.max() * self._ranks / total) if total else 1.0
         return {
             "ranks": self._ranks,
             "prefill_kv": self._residency,

@@ -76,6 +76,15 @@ _TRANSFER_GAUGES: Mapping[str, tuple[str, str]] = {
     ),
 }
 
+_PROMPT_GAUGES: Mapping[str, tuple[str, str]] = {
+    "dcpjax:prompt_work_balance": (
+        "balance",
+        "attention work on prompts of the busiest PCP rank over the mean",
+    ),
+    "dcpjax:prompt_copy_bytes": ("copy_bytes", "most bytes of copies of layers that a rank holds"),
+}
+"""Of stats()["pcp"]."""
+
 
 class _EngineCollector(Collector):
     """Turns one ``Engine.stats()`` into metrics. Holds the latest, for the next scrape."""
@@ -97,6 +106,9 @@ class _EngineCollector(Collector):
             yield from self._counters(_TRANSFER_COUNTERS, transfers)
             for name, (key, help) in _TRANSFER_GAUGES.items():
                 yield self._gauge(name, help, transfers[key])
+        if (prompts := self.stats.get("pcp")) is not None:
+            for name, (key, help) in _PROMPT_GAUGES.items():
+                yield self._gauge(name, help, prompts[key])
         num_shapes = len(self.stats["compiled_shapes"])
         yield self._gauge("dcpjax:compiled_shapes", "programs compiled in warm-up", num_shapes)
         yield self._cache_config()
