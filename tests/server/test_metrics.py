@@ -93,6 +93,15 @@ def test_speculation_is_counted_where_there_is_some(metrics: Metrics) -> None:
         assert line in text
 
 
+def test_prompts_on_several_ranks_have_numbers_of_their_own(metrics: Metrics) -> None:
+    stats = CountUpEngine().stats()
+    assert "dcpjax:prompt_work_balance" not in values(metrics, stats)
+    split = {"ranks": 2, "prefill_kv": "sharded", "balance": 1.25, "copy_bytes": 512}
+    seen = values(metrics, stats | {"pcp": split})
+    assert seen["dcpjax:prompt_work_balance"] == 1.25
+    assert seen["dcpjax:prompt_copy_bytes"] == 512
+
+
 def test_two_servers_do_not_share_numbers(metrics: Metrics) -> None:
     SequenceTimer(metrics, 1, 100.0, Clock()).end(FinishReason.STOP)
     assert values(Metrics("m"))["vllm:request_success_totalstop"] == 0
