@@ -46,19 +46,24 @@ class Dispatched:
         counts = map(len, tokens)
         return tokens, [items[:n] for items, n in zip(logprobs, counts, strict=True)]
 
-    def disagreements(self) -> list[tuple[Request, np.ndarray]]:
+    def disagreements(self) -> list[tuple[Request, str]]:
         """Requests before whose prompt chunks the ranks have different tokens, when the step has
-        ended, and what the ranks have, see ``StepResult.prefixes``. The step's results for these
-        requests are of no meaning.
+        ended, and what they have. The step's results for these requests are of no meaning.
         """
         if self.prefixes is None:
             return []
         by_segment = np.asarray(self.prefixes).swapaxes(0, 1)
         return [
-            (segment.request, every)
+            (segment.request, _disagreement(every))
             for segment, every in zip(self.plan.prefill, by_segment, strict=False)
             if (every != every[:1]).any()
         ]
+
+
+def _disagreement(prefixes: np.ndarray) -> str:
+    """What a request is told; ``prefixes`` [ranks, 2] as ``StepResult`` has them."""
+    every = ", ".join(f"{count} tokens of digest {digest:08x}" for count, digest in prefixes)
+    return f"the ranks that split the layers have different tokens before a chunk: {every}"
 
 
 @dataclass(frozen=True)

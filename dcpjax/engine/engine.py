@@ -7,12 +7,11 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from dcpjax.cache.pool import PoolShapes
@@ -29,7 +28,6 @@ from dcpjax.engine.follower import follow
 from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
 from dcpjax.engine.kv_backends import prepare_backend
 from dcpjax.engine.kv_local import LocalKV
-from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_parts import describe_parts
 from dcpjax.engine.kv_staging import StagingArea
 from dcpjax.engine.mtp_drafter import MtpDrafter
@@ -38,6 +36,7 @@ from dcpjax.engine.processes import SeveralProcesses, join_processes
 from dcpjax.engine.prompt_split import PromptSplit
 from dcpjax.engine.remote_kv import KVLoad
 from dcpjax.engine.request import Request, TokenOutput
+from dcpjax.engine.request_checks import check_tokens, refuse_transfer
 from dcpjax.engine.runner import Runner
 from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
@@ -248,7 +247,7 @@ class Engine:
         """
         self._check_alive()
         if self._handoff is None:
-            _refuse_transfer(request.kv_transfer_params)
+            refuse_transfer(request.kv_transfer_params)
             self._queue(request)
             return
         self._handoff.accept(request)
@@ -260,7 +259,7 @@ class Engine:
         self._handoff.expect(request)
 
     def _queue(self, request: Request) -> None:
-        _check_tokens(request, self.model_config.vocab_size)
+        check_tokens(request, self.model_config.vocab_size)
         check_biases(request)
         self.scheduler.add(request)
 
@@ -305,8 +304,8 @@ class Engine:
         else:
             tokens = self._processes.run(dispatched.wait)
             self._processes.confirm(dispatched.tokens.witness)
-            for request, prefixes in dispatched.disagreements():
-                self.scheduler.fail(request.request_id, _disagreement(prefixes))
+            for request, error in dispatched.disagreements():
+                self.scheduler.fail(request.request_id, error)
             outputs = self.scheduler.commit(dispatched.plan, *tokens)
             self._drafted = dispatched.drafted
         # Only now: a load writes at once into its pages, which a step that was in flight when they
@@ -413,39 +412,9 @@ def _with_offers(
     return [TokenOutput(name, (), kv_transfer_params=offers[name]) for name in offers] + shown
 
 
-def _check_tokens(request: Request, vocab_size: int) -> None:
-    named = {
-        "prompt": request.prompt_token_ids,
-        "stop_token_ids": request.params.stop_token_ids,
-        "logit_bias": [token for token, _ in request.params.logit_bias],
-    }
-    for param, tokens in named.items():
-        if tokens and not (0 <= min(tokens) and max(tokens) < vocab_size):
-            raise RequestError(
-                f"token ids in {param} are in [0, {vocab_size})",
-                param=param,
-                lowest=min(tokens),
-                highest=max(tokens),
-            )
-
-
-def _refuse_transfer(params: Mapping[str, Any] | None) -> None:
-    if params is not None and KVTransferParams.read(params).asks_for_transfer:
-        raise RequestError(
-            "an engine without --kv-transfer-config neither sends nor loads KV",
-            param="kv_transfer_params",
-        )
-
-
 def _make_mesh(devices: list[jax.Device], config: EngineConfig) -> Mesh:
     if config.apply_prefill_dcp:
         return prefill_mesh(devices, config.decode_context_parallel_size)
     if config.residency is not None:
         return pcp_mesh(devices, config.prefill_context_parallel_size, config.weight_dcp)
     return decode_mesh(devices, config.decode_context_parallel_size)
-
-
-def _disagreement(prefixes: np.ndarray) -> str:
-    """What a request is told; nobody else's suffers."""
-    every = ", ".join(f"{count} tokens of digest {digest:08x}" for count, digest in prefixes)
-    return f"the ranks that split the layers have different tokens before a chunk: {every}"

@@ -30,7 +30,7 @@ def test_a_wrong_setting_ends_the_start(
         raise _ReachedError(WRONG)
 
     device = SimpleNamespace(platform=platform, device_kind="")
-    monkeypatch.setattr(engine_module, "find_devices", lambda *arguments: [device])
+    monkeypatch.setattr(engine_module, "find_devices", lambda *arguments, **more: [device])
     monkeypatch.setattr(engine_module, "decode_mesh", reached)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv(WRONG, value)
