@@ -17,7 +17,7 @@ Choice = ChosenPlaces | ChosenMask
 
 def choose(
     query: Query,
-    pool: Shaped[Array, "pages L 1 P D"],
+    pool: Shaped[Array, "pages L 1 S C"],
     layer: int | Array,
     keys: Block,
     tokens: Block,
@@ -31,7 +31,7 @@ def choose(
 
 def attend_chosen(
     q: Float[Array, "T H D"],
-    pool: Shaped[Array, "pages L 1 P D"],
+    pool: Shaped[Array, "pages L 1 S C"],
     layer: int | Array,
     block: Block,
     choice: Choice,

@@ -56,7 +56,7 @@ class Query:
 
 def choose_tokens(
     query: Query,
-    pool: Shaped[Array, "pages L 1 P D"],
+    pool: Shaped[Array, "pages L 1 S C"],
     layer: int | Array,
     keys: Block,
     tokens: Block,

@@ -23,7 +23,7 @@ from dcpjax.layout import local_filled
 
 def masked_attention(
     q: Float[Array, "T H D"],
-    pool: Shaped[Array, "pages L 1 P D"],
+    pool: Shaped[Array, "pages L 1 S C"],
     layer: int | Array,
     block: Block,
     choice: ChosenMask,

@@ -19,7 +19,7 @@ READ_TOKENS = 512
 
 def sparse_attention(
     q: Float[Array, "T H D"],
-    pool: Shaped[Array, "pages L 1 P D"],
+    pool: Shaped[Array, "pages L 1 S C"],
     layer: int | Array,
     block: Block,
     choice: ChosenPlaces,

@@ -44,7 +44,7 @@ class Lowest(NamedTuple):
 
 def choose_mask(
     query: Query,
-    pool: Shaped[Array, "pages L 1 P D"],
+    pool: Shaped[Array, "pages L 1 S C"],
     layer: int | Array,
     keys: Block,
     tokens: Block,
