@@ -6,22 +6,20 @@ With speculation it looks at what a step has accepted before it plans the next o
 import contextlib
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from dcpjax.cache.pool import PoolShapes
 from dcpjax.cache.prefix import PagePool
 from dcpjax.config import EngineConfig, Progress
-from dcpjax.config.neuron_settings import check_process
 from dcpjax.engine.blueprint import Blueprint
 from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.engine.compilations import COMPILATIONS, keep_compiled_programs
 from dcpjax.engine.device_drafting import DeviceDrafter
+from dcpjax.engine.devices import find_mesh, fp8_of
 from dcpjax.engine.dispatched import Dispatched
 from dcpjax.engine.drafting import Drafter, NgramDrafter
 from dcpjax.engine.follower import follow
@@ -42,7 +40,7 @@ from dcpjax.engine.sampler import check_biases
 from dcpjax.engine.scheduler import Scheduler
 from dcpjax.errors import EngineDeadError, RequestError
 from dcpjax.layout import KVPlacement
-from dcpjax.mesh import PCP, decode_mesh, find_devices, pcp_mesh, prefill_mesh
+from dcpjax.mesh import PCP
 from dcpjax.models.checkpoint import Checkpoint, fingerprint
 from dcpjax.models.weights import PlacedModel, place_model, random_weights
 from dcpjax.transfer.backend import TransferBackend
@@ -70,7 +68,7 @@ class Engine:
             self._processes.run(self._find_mesh)
             device = self._mesh.devices.flat[0]
             self.blueprint = Blueprint(
-                config, self.model_config, device.platform, checkpoint.dtype, _fp8(device)
+                config, self.model_config, device.platform, checkpoint.dtype, fp8_of(device)
             )
             self.max_model_len = self.blueprint.max_model_len
             transfer = config.kv_transfer_config
@@ -92,12 +90,7 @@ class Engine:
         self._is_dead = False
 
     def _find_mesh(self) -> None:
-        config = self.config
-        platform = None if config.device == "auto" else config.device
-        devices = find_devices(config.num_ranks, platform, num_processes=config.nnodes)
-        if devices[0].platform == "neuron":
-            check_process(os.environ)
-        self._mesh = _make_mesh(devices, config)
+        self._mesh = find_mesh(self.config)
 
     def _build(self, checkpoint: Checkpoint, progress: Progress | None) -> None:
         """Everything that computes: weights, pool, scheduler and compiled steps."""
@@ -393,12 +386,6 @@ class Engine:
             self._processes.run(self.runner.close)
 
 
-def _fp8(device: jax.Device) -> str:
-    """The 8-bit type that the device has. Trn2 (``NC_v3``) has the one with infinities."""
-    is_trn2 = device.platform == "neuron" and device.device_kind.startswith("NC_v3")
-    return "float8_e4m3" if is_trn2 else "float8_e4m3fn"
-
-
 def _with_offers(
     outputs: list[TokenOutput], offers: dict[str, dict[str, Any]]
 ) -> list[TokenOutput]:
@@ -410,11 +397,3 @@ def _with_offers(
         for output in outputs
     ]
     return [TokenOutput(name, (), kv_transfer_params=offers[name]) for name in offers] + shown
-
-
-def _make_mesh(devices: list[jax.Device], config: EngineConfig) -> Mesh:
-    if config.apply_prefill_dcp:
-        return prefill_mesh(devices, config.decode_context_parallel_size)
-    if config.residency is not None:
-        return pcp_mesh(devices, config.prefill_context_parallel_size, config.weight_dcp)
-    return decode_mesh(devices, config.decode_context_parallel_size)

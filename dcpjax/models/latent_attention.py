@@ -136,29 +136,13 @@ class LatentAttention(nnx.Module):
         """
         q_latent = self.q_a_norm(matmul(x, self.q_a[...]))
         rows, priors = self._latent_rows(x, angles), priors or {}
-        pool, views = _write(
-            pools[names.latent],
-            place.latent,
-            blocks,
-            rows,
-            priors.get(names.latent, ()),
-            self.latents,
-        )
-        pools = {**pools, names.latent: pool}
+        at = place.latent
+        pools, views = _write(pools, names.latent, at, blocks, rows, priors, self.latents)
         if self.has_indexer and chooses:
-            keys = self.indexer.keys(x, angles)
-            key_blocks = tuple(b.whole() for b in blocks) if names.has_whole_keys else blocks
-            pool, key_views = _write(
-                pools[names.indexer],
-                place.indexer,
-                key_blocks,
-                keys,
-                priors.get(names.indexer, ()),
-                self.keys,
-            )
-            pools = {**pools, names.indexer: pool}
-            queries = self.indexer.queries(x, q_latent, angles)
-            choices = self._choose(queries, blocks, key_views, views)
+            keys, at = self.indexer.keys(x, angles), place.indexer
+            stored_as = tuple(b.whole() for b in blocks) if names.has_whole_keys else blocks
+            pools, found = _write(pools, names.indexer, at, stored_as, keys, priors, self.keys)
+            choices = self._choose(self.indexer.queries(x, q_latent, angles), blocks, found, views)
         queries, own = (split_blocks(y, blocks) for y in (self._queries(q_latent, angles), rows))
         if self.is_sparse:
             outs = map(self._attend_chosen, queries, views, choices)
@@ -239,17 +223,19 @@ def _by_head(x: Float[Array, "T h A"], weight: Float[Array, "h A B"]) -> Float[A
 
 
 def _write(
-    pool: Array,
+    pools: Pools,
+    part: str,
     layer: Array,
     blocks: tuple[AnyBlock, ...],
     rows: Array,
-    prior: Prior,
+    priors: Priors,
     stored: Stored,
-) -> tuple[Array, tuple[View, ...]]:
-    """The pool of a part with the rows of all blocks in one layer, and what their queries read."""
-    gathered = gather_rows(blocks, rows)
-    pool = write_blocks(pool, layer, blocks, gathered, prior, stored)
-    return pool, view_blocks(pool, layer, blocks, gathered, prior, stored)
+) -> tuple[Pools, tuple[View, ...]]:
+    """The pools with a part's rows of all blocks in one layer, and what their queries read."""
+    gathered, prior = gather_rows(blocks, rows), priors.get(part, ())
+    pool = write_blocks(pools[part], layer, blocks, gathered, prior, stored)
+    views = view_blocks(pool, layer, blocks, gathered, prior, stored)
+    return {**pools, part: pool}, views
 
 
 def stored_parts(config: GlmConfig, sharding: Sharding) -> tuple[Stored, Stored]:

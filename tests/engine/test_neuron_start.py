@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dcpjax.config import EngineConfig
-from dcpjax.engine import engine as engine_module
+from dcpjax.engine import devices as devices_module
 from dcpjax.engine.engine import Engine
 from dcpjax.errors import ConfigError
 from dcpjax.models.checkpoint import open_checkpoint
@@ -30,8 +30,8 @@ def test_a_wrong_setting_ends_the_start(
         raise _ReachedError(WRONG)
 
     device = SimpleNamespace(platform=platform, device_kind="")
-    monkeypatch.setattr(engine_module, "find_devices", lambda *arguments, **more: [device])
-    monkeypatch.setattr(engine_module, "decode_mesh", reached)
+    monkeypatch.setattr(devices_module, "find_devices", lambda *arguments, **more: [device])
+    monkeypatch.setattr(devices_module, "decode_mesh", reached)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setenv(WRONG, value)
     folder = write_tiny_model(tmp_path / "mqa", "mqa")
