@@ -1,11 +1,15 @@
 """An engine on virtual devices, and requests run through it to their end."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from dcpjax.config import EngineConfig
+from dcpjax.engine import blueprint, sampler
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
 from dcpjax.models.checkpoint import Checkpoint
@@ -41,6 +45,24 @@ def engine_of(checkpoint: Checkpoint, **settings: Any) -> Engine:
     """An engine with SMALL settings, where ``settings`` do not say otherwise."""
     config = EngineConfig.from_settings(str(checkpoint.path), SMALL | settings)
     return Engine(config, checkpoint)
+
+
+@contextmanager
+def opening_engines() -> Iterator[Callable[..., Engine]]:
+    """:func:`engine_of` with one bucket of decode rows and of sampled ones: little to compile.
+
+    The engines are closed at the end.
+    """
+    with ExitStack() as opened, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blueprint, "decode_buckets", lambda least, most: (most,))
+        patch.setattr(sampler, "_SEGMENT_BUCKETS", ())
+
+        def open_one(checkpoint: Checkpoint, **settings: Any) -> Engine:
+            engine = engine_of(checkpoint, **settings)
+            opened.callback(engine.close)
+            return engine
+
+        yield open_one
 
 
 def request_of(name: str, prompt: Sequence[int], *, eos: Iterable[int] = (), **params: Any):

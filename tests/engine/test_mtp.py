@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from jax import Array
 
-from dcpjax.engine import blueprint, sampler
 from dcpjax.engine.compilations import COMPILATIONS
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.mtp_drafter import MtpDrafter
 from dcpjax.engine.request import Request
 from dcpjax.models.checkpoint import Checkpoint
 from tests.engine.drafting_glm import drafting_glm
-from tests.engine.serving import Served, engine_of, request_of, serve
+from tests.engine.serving import Served, opening_engines, request_of, serve
 from tests.engine.workload import assert_same
 from tests.golden.tiny import random_tokens
 
@@ -76,19 +75,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def open_engine(model) -> Iterator[Callable[..., Engine]]:
-    """Engines with one bucket of decode rows, one of sampled rows: there is little to compile."""
-    opened = []
-
-    def open_one(**settings: Any) -> Engine:
-        opened.append(engine_of(model, **SMALL | settings))
-        return opened[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blueprint, "decode_buckets", lambda least, most: (most,))
-        patch.setattr(sampler, "_SEGMENT_BUCKETS", ())
-        yield open_one
-    for engine in opened:
-        engine.close()
+    with opening_engines() as open_one:
+        yield lambda **settings: open_one(model, **SMALL | settings)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dcpjax.cache.parts import DRAFT_PARTS
-from dcpjax.engine import blueprint, sampler
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.prompt_split import attention_work
 from dcpjax.engine.request import FinishReason
@@ -18,7 +17,7 @@ from dcpjax.engine.step import StepResult, StepShape
 from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from tests.engine.drafting_glm import drafting_glm
-from tests.engine.serving import engine_of, request_of, serve
+from tests.engine.serving import engine_of, opening_engines, request_of, serve
 from tests.engine.workload import assert_same, workload
 from tests.golden.tiny import random_tokens
 from tests.golden.tiny_glm import write_tiny_glm
@@ -57,19 +56,8 @@ def models(tiny, tmp_path_factory) -> dict[str, Checkpoint]:
 
 @pytest.fixture(scope="module")
 def open_engine(models) -> Iterator[Callable[..., Engine]]:
-    """Engines with one bucket of decode rows, one of sampled rows: there is little to compile."""
-    opened = []
-
-    def open_one(model: str, **settings: Any) -> Engine:
-        opened.append(engine_of(models[model], **SMALL | settings))
-        return opened[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blueprint, "decode_buckets", lambda least, most: (most,))
-        patch.setattr(sampler, "_SEGMENT_BUCKETS", ())
-        yield open_one
-    for engine in opened:
-        engine.close()
+    with opening_engines() as open_one:
+        yield lambda model, **settings: open_one(models[model], **SMALL | settings)
 
 
 @pytest.fixture(scope="module")
