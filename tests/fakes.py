@@ -138,6 +138,7 @@ class CountUpEngine:
             "num_requests_running": running,
             "num_requests_waiting": len(self._open) - running,
             "num_preemptions": 0,
+            "num_recomputations": 0,
             "kv_cache_usage": 0.25,
             "kv_page_fragmentation": 0.0,
             "num_pages": 64,

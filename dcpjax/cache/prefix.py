@@ -150,6 +150,14 @@ class PagePool:
             if page in self._hash_of and self._allocator.references(page) == 1:
                 self._evictable[page] = None
 
+    def forget(self, pages: Sequence[int]) -> None:
+        """Never find these pages again; who holds them keeps them."""
+        listed = [page for page in pages if page in self._hash_of]
+        for page in listed:
+            del self._page_of[self._hash_of.pop(page)]
+            self._evictable.pop(page, None)
+        self._allocator.release(listed)
+
     def reset(self) -> None:
         """Forget all cached pages; held ones stay with their holders."""
         self._allocator.release(self._hash_of)

@@ -12,6 +12,7 @@ class SchedulerStats:
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_recomputations: int
     num_prefix_queries: int
     num_prefix_hits: int
     num_prompt_tokens: int
@@ -24,6 +25,7 @@ class Counters:
     """The counters among them."""
 
     num_preemptions: int = 0
+    num_recomputations: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     num_prompt_tokens: int = 0

@@ -15,6 +15,20 @@ from dcpjax.sampling import SampleResult
 
 
 @dataclass(frozen=True)
+class Disagreement:
+    """Ranks have different tokens before a prompt chunk of a request.
+
+    Attributes:
+        num_agreed: the first tokens that all of them have.
+        text: what each has.
+    """
+
+    request: Request
+    num_agreed: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Dispatched:
     """A step on its way: its plan, and its tokens once somebody waits for them.
 
@@ -46,24 +60,28 @@ class Dispatched:
         counts = map(len, tokens)
         return tokens, [items[:n] for items, n in zip(logprobs, counts, strict=True)]
 
-    def disagreements(self) -> list[tuple[Request, str]]:
-        """Requests before whose prompt chunks the ranks have different tokens, when the step has
-        ended, and what they have. The step's results for these requests are of no meaning.
-        """
+    def disagreements(self) -> list[Disagreement]:
+        """When the step has ended. Its results for these requests are of no meaning."""
         if self.prefixes is None:
             return []
         by_segment = np.asarray(self.prefixes).swapaxes(0, 1)
         return [
-            (segment.request, _disagreement(every))
+            _disagreement(segment.request, every)
             for segment, every in zip(self.plan.prefill, by_segment, strict=False)
             if (every != every[:1]).any()
         ]
 
 
-def _disagreement(prefixes: np.ndarray) -> str:
-    """What a request is told; ``prefixes`` [ranks, 2] as ``StepResult`` has them."""
+def _disagreement(request: Request, prefixes: np.ndarray) -> Disagreement:
+    """``prefixes`` [ranks, 2] as ``StepResult`` has them.
+
+    Digests are of all tokens: where as many differ, nobody knows from where on.
+    """
+    counts = prefixes[:, 0]
+    num_agreed = 0 if (counts == counts[0]).all() else int(counts.min())
     every = ", ".join(f"{count} tokens of digest {digest:08x}" for count, digest in prefixes)
-    return f"the ranks that split the layers have different tokens before a chunk: {every}"
+    text = f"the ranks that split the layers have different tokens before a chunk: {every}"
+    return Disagreement(request, num_agreed, text)
 
 
 @dataclass(frozen=True)

@@ -297,8 +297,8 @@ class Engine:
         else:
             tokens = self._processes.run(dispatched.wait)
             self._processes.confirm(dispatched.tokens.witness)
-            for request, error in dispatched.disagreements():
-                self.scheduler.fail(request.request_id, error)
+            for found in dispatched.disagreements():
+                self.scheduler.recompute(found.request.request_id, found.num_agreed, found.text)
             outputs = self.scheduler.commit(dispatched.plan, *tokens)
             self._drafted = dispatched.drafted
         # Only now: a load writes at once into its pages, which a step that was in flight when they
@@ -340,6 +340,7 @@ class Engine:
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,
             "num_preemptions": stats.num_preemptions,
+            "num_recomputations": stats.num_recomputations,
             "kv_cache_usage": stats.page_usage,
             "kv_page_fragmentation": self._pages.fragmentation,
             "num_pages": self.pool_shapes.num_pages,

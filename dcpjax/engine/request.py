@@ -68,6 +68,7 @@ class Status(enum.Enum):
     WAITING = "waiting"
     LOADING = "loading"  # has pages and a slot; its KV is on the way from another engine
     RUNNING = "running"
+    VOID = "void"  # has pages and a slot; what steps in flight compute of it is dropped
     FINISHED = "finished"
 
 
@@ -110,6 +111,7 @@ class Request:
     num_scheduled: int = 0
     num_pending: int = 0
     num_preemptions: int = 0
+    num_recomputations: int = 0
     num_cached_at_start: int | None = None
     drafts: Drafts = NO_DRAFTS  # that the next step of it verifies
     slot: int | None = None  # row of the per-sequence sampling state, held while running
@@ -136,9 +138,9 @@ class Request:
     def can_continue(self) -> bool:
         """Whether a step may compute more of it.
 
-        Not while its KV is on the way, and not when the last token is sampled or pending.
+        Not while its KV is on the way or void, and not when the last token is sampled or pending.
         """
-        if self.status is Status.LOADING:
+        if self.status in (Status.LOADING, Status.VOID):
             return False
         return self.num_uncomputed > 0 and self.num_tokens + self.num_pending < self.max_length
 

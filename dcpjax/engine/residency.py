@@ -82,6 +82,10 @@ class Residency:
             pages = slice(first_page, stop_page)
             self._pool.register(request.page_hashes[pages], request.page_ids[pages])
 
+    def distrust(self, request: Request, num_trusted: int) -> None:
+        """Let nobody find what a request has in its pages behind its first tokens."""
+        self._pool.forget(request.page_ids[num_trusted // self._pool.page_size :])
+
     def release(self, request: Request) -> None:
         """Give up all pages; what the request has computed is only in the cache, if anywhere."""
         self._pool.release(request.page_ids)

@@ -119,6 +119,24 @@ class Scheduler:
         """As :meth:`abort`, with an ERROR output that says why."""
         self._end(request_id, FinishReason.ERROR, error)
 
+    def recompute(self, request_id: str, num_agreed: int, error: str) -> None:
+        """Drop what the oldest uncommitted step and those behind it compute of a running request.
+
+        It starts over as after a preemption, with no more of its tokens from the cache than the
+        first ``num_agreed``. A request to which this happens again fails with ``error``.
+        """
+        request = self._lineup.running.get(request_id)
+        if request is None or request.status is not Status.RUNNING:
+            return
+        self._residency.distrust(request, num_agreed)
+        if request.num_recomputations:
+            self.fail(request_id, error)
+            return
+        request.num_recomputations += 1
+        self._counters.num_recomputations += 1
+        self.remote.withdraw(request)
+        request.status = Status.VOID
+
     def _end(self, request_id: str, reason: FinishReason, error: str | None = None) -> None:
         request = self._lineup.get(request_id)
         if request is not None:
@@ -135,11 +153,17 @@ class Scheduler:
         Returns:
             None when there is nothing to compute before the step in flight is committed, and
             without one only when no request is left or all of them wait for the end of loads or
-            exports. DRAIN, with nothing changed, when a request must be preempted but a step is in
-            flight.
+            exports. DRAIN, with nothing changed, when a request must be preempted or recomputed but
+            a step is in flight.
         """
         assert len(self._uncommitted) <= 1, "a third step was planned before the first's commit"
         running = self._lineup.running
+        if void := [request for request in running.values() if request.status is Status.VOID]:
+            if self._uncommitted:
+                return Drain.DRAIN
+            for request in void:
+                request.num_pending = 0
+                self._lineup.requeue(request)
         if self.drafting.is_on:
             assert not self._uncommitted, "drafts follow from the commit of the step before"
             self.drafting.propose(running.values())
@@ -190,7 +214,8 @@ class Scheduler:
         self._uncommitted.popleft()
         if logprobs is None:
             logprobs = [()] * len(sampled)
-        # An ended request is dropped; a preempted one cannot be here, preemption waits for commit.
+        # What is ended or void is dropped; a preempted one cannot be here, preemption waits for
+        # commit.
         for segment in plan.segments:
             if segment.request.status is Status.RUNNING:
                 self._note_computed(segment)

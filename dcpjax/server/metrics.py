@@ -44,6 +44,10 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "vllm:prompt_tokens": ("prompt_tokens", "prompt tokens of started requests"),
     "vllm:generation_tokens": ("generation_tokens", "generated tokens"),
     "vllm:num_preemptions": ("num_preemptions", "requests that lost their pages and started over"),
+    "dcpjax:num_recomputations": (
+        "num_recomputations",
+        "requests that started over because ranks had different prefixes",
+    ),
     "vllm:prefix_cache_queries": ("prefix_cache_queries", "tokens looked up in the prefix cache"),
     "vllm:prefix_cache_hits": ("prefix_cache_hits", "tokens found in the prefix cache"),
     "dcpjax:steps": ("steps", "steps of the engine"),

@@ -172,6 +172,22 @@ def test_reset_forgets_and_leaves_held_pages_alone() -> None:
     pool.check_integrity(is_idle=True)
 
 
+def test_forgotten_pages_stay_with_who_holds_them() -> None:
+    pool = PagePool(4, SIZE)
+    hashes = chain_hashes(root_hash(""), list(range(3 * SIZE)), SIZE)
+    pages = pool.allocate(3)
+    pool.register(hashes, pages)
+    pool.forget(pages[1:])
+    pool.forget(pages[1:])  # of what is not listed there is nothing to forget
+    assert pool.find_prefix(hashes, num_tokens=3 * SIZE + 1) == pages[:1]
+    assert pool.num_available == 1
+    pool.check_integrity()
+    pool.release(pages)
+    pool.forget(pages)
+    assert pool.num_available == 4 and not pool.num_cached
+    pool.check_integrity(is_idle=True)
+
+
 def test_idle_with_a_held_page_is_a_leak() -> None:
     pool = PagePool(4, SIZE)
     pool.allocate(1)

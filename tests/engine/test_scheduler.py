@@ -542,6 +542,32 @@ def test_the_oldest_is_never_preempted_and_everybody_ends() -> None:
     assert requests[0].num_preemptions == 0 < requests[2].num_preemptions
 
 
+# What ranks disagree about
+
+
+def test_what_is_void_waits_for_the_step_in_flight_and_starts_over() -> None:
+    scheduler = scheduler_of()
+    prompt = list(range(100, 112))
+    scheduler.add(request_of(prompt, "a", max_tokens=9))
+    step(scheduler)
+    [a] = scheduler._lineup.running.values()
+    plan, pages = planned(scheduler), list(a.page_ids)
+    in_flight = planned(scheduler)
+    scheduler.recompute("a", num_agreed=SIZE + 1, error="they differ")
+    scheduler.recompute("a", num_agreed=0, error="the same step again")
+    assert scheduler.commit(plan, [[PLAIN]]) == [] and a.status is Status.VOID
+    assert scheduler.schedule() is Drain.DRAIN
+    assert scheduler.commit(in_flight, [[PLAIN]]) == []
+    plan = planned(scheduler)
+    assert plan.started == (a,) and (a.num_cached, a.num_pending) == (SIZE, 1)
+    assert a.page_ids[0] == pages[0] and scheduler.stats().num_recomputations == 1
+    scheduler.recompute("a", num_agreed=0, error="they differ")
+    [output] = scheduler.commit(plan, [[PLAIN]])
+    assert (output.finish_reason, output.error) == (FinishReason.ERROR, "they differ")
+    scheduler.recompute("a", num_agreed=0, error="nobody of this name")
+    scheduler.check_integrity()
+
+
 # Prefix cache
 
 

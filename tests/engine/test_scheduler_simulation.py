@@ -67,18 +67,22 @@ class FakeDevice:
     page_size: int
     cells: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     sampled: dict[int, int] = field(default_factory=dict)  # slot -> latest token
+    void: set[str] = field(default_factory=set)  # requests whose ranks have different prefixes
     shapes_seen: set[tuple[int, int]] = field(default_factory=set)
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         self.check_shape(plan)
+        self.void -= {request.request_id for request in plan.started}
         digests = [self.read(segment) for segment in plan.segments]
         inputs = [self.inputs(segment) for segment in plan.segments]
         sampled: list[list[int]] = []
         for segment, digest, values in zip(plan.segments, digests, inputs, strict=True):
             chosen: list[int] = []
+            is_void = segment.request.request_id in self.void
             for position, token in enumerate(values, start=segment.start):
                 before, digest = digest, after(digest, token)
-                self.cells[self.cell(segment.request, position)] = before, digest
+                cell = self.cell(segment.request, position)
+                self.cells[cell] = (-1, -1) if is_void else (before, digest)
                 chosen.append(next_token(digest))
             if segment.samples:
                 self.sampled[segment.request.slot] = chosen[-1]
@@ -96,6 +100,8 @@ class FakeDevice:
         digest = root(segment.request.cache_salt)
         for position in range(segment.start):
             before, now = self.cells.get(self.cell(segment.request, position), (None, None))
+            if segment.request.request_id in self.void:
+                continue
             assert before == digest, f"the page of position {position} holds something else"
             digest = now
         return digest
@@ -186,6 +192,7 @@ class World:
     failure_rate: float = 0.0  # of loads
     recomputes: bool = False  # what cannot be loaded; else the request fails
     export_rate: float = 0.0
+    disagree_rate: float = 0.0  # prompt chunks before which ranks have different tokens
     skill: float | None = None  # of who drafts, if anybody: then there is no look-ahead
     check: bool = True  # integrity after each call; off to see what the device itself notices
 
@@ -212,7 +219,7 @@ class Simulation:
         self.device = FakeDevice(world.num_pages, world.page_size)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[TokenOutput]] = defaultdict(list)
-        self.num_drains = self.num_steps = 0
+        self.num_drains = self.num_steps = self.num_disagreements = 0
         self.loads: list[KVLoad] = []
         self.num_landed = 0
         self.unsettled: list[KVLoad] = []
@@ -231,7 +238,7 @@ class Simulation:
                 self.num_drains += 1
                 in_flight = self.commit(in_flight)
                 continue
-            dispatched = None if plan is None else (plan, self.device.run(plan))
+            dispatched = None if plan is None else self.dispatch(plan)
             self.serve(self.scheduler.remote.take_events())
             others = self.loads or self.exports or self.unsettled
             assert dispatched or in_flight or others or not self.alive(), "they wait for nothing"
@@ -325,8 +332,20 @@ class Simulation:
             cell = self.device.cells[export.page_ids[page], offset]
             assert cell[1] == digest, "an export was overwritten"
 
+    def dispatch(self, plan: StepPlan) -> tuple[StepPlan, list[list[int]]]:
+        for segment in plan.prefill:
+            if segment.start and self.rng.random() < self.world.disagree_rate:
+                self.device.void.add(segment.request.request_id)
+                self.num_disagreements += 1
+        return plan, self.device.run(plan)
+
     def commit(self, step: tuple[StepPlan, list[list[int]]] | None) -> None:
         if step is not None:
+            for segment in step[0].segments:
+                if segment.request.request_id in self.device.void:
+                    agreed = self.rng.randint(0, segment.start)
+                    self.scheduler.recompute(segment.request.request_id, agreed, "they differ")
+                    self.check()
             self.collect(self.scheduler.commit(*step))
             self.check()
 
@@ -399,6 +418,7 @@ class Simulation:
         recomputes=st.booleans(),
         export_rate=st.sampled_from((0, 0, 0.5)),
         skill=st.sampled_from((None, 0, 0.5, 0.9, 1.0)),
+        disagree_rate=st.sampled_from((0, 0, 0.1, 0.5)),
     )
 )
 def test_every_request_yields_what_it_yields_alone(world: World) -> None:
@@ -417,6 +437,15 @@ def test_the_simulation_reaches_what_it_is_meant_to_test() -> None:
     assert reasons == set(FinishReason)
     rows_and_widths = set().union(*(run.device.shapes_seen for run in runs))
     assert {(1, 4), (3, 4), (1, 16)} <= rows_and_widths
+
+
+def test_the_simulation_recomputes_what_ranks_disagree_about() -> None:
+    runs = [Simulation(World(seed, disagree_rate=0.2, abort_rate=0)).run() for seed in range(20)]
+    outputs = [run.outputs[i][-1] for run in runs for i in run.requests]
+    again = sum(run.scheduler.stats().num_recomputations for run in runs)
+    failed = sum(output.finish_reason is FinishReason.ERROR for output in outputs)
+    assert 20 < again and 0 < failed < again / 2
+    assert all(output.error in (None, "they differ") for output in outputs)
 
 
 def test_the_simulation_accepts_and_rejects_drafts() -> None:
@@ -533,9 +562,14 @@ def draft_behind_the_longest_sequence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Drafting, "_drafts_of", drafts_of)
 
 
+def use_what_ranks_disagree_about(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "recompute", lambda self, *_: None)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
+        use_what_ranks_disagree_about,
         accept_one_more,
         compare_with_the_choice_behind,
         count_a_rejected_draft_as_computed,
@@ -554,7 +588,8 @@ def test_the_simulation_notices_a_broken_rule(
 ) -> None:
     skills = (None, 0.7)
     worlds = [
-        World(seed, abort_rate=0.2, check=False, skill=skills[seed % 2]) for seed in range(100)
+        World(seed, abort_rate=0.2, check=False, skill=skills[seed % 2], disagree_rate=0.1)
+        for seed in range(100)
     ]
     for world in worlds[:3]:
         Simulation(world).run()
