@@ -13,6 +13,7 @@ from dcpjax.engine import blueprint, sampler
 from dcpjax.engine.engine import Engine
 from dcpjax.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs, TokenOutput
 from dcpjax.models.checkpoint import Checkpoint
+from tests.engine.programs import shared_programs
 
 SMALL: dict[str, Any] = {
     "max_num_seqs": 2,
@@ -44,7 +45,8 @@ class Served:
 def engine_of(checkpoint: Checkpoint, **settings: Any) -> Engine:
     """An engine with SMALL settings, where ``settings`` do not say otherwise."""
     config = EngineConfig.from_settings(str(checkpoint.path), SMALL | settings)
-    return Engine(config, checkpoint)
+    with shared_programs():
+        return Engine(config, checkpoint)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 What transformers says stands beside this file; it is compared with it where it is installed.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from tests.golden.records import NEAR_TIE, NUM_TOKENS, Logits, read_continuation
 TOLERANCE = 2e-3
 matrix = pytest.mark.matrix
 LONG = "long"  # the prompt of 6K tokens
+SHORT = [item.name for item in read_continuations("smollm2") if item.name != LONG]
+SOME = SHORT[::3]  # in the ordinary run
 OPTIONS = {
     "mesh": ((1, 1), (3, 1), (1, 3), (3, 3)),
     "interleave": (1, 4, "page"),
@@ -54,20 +56,20 @@ def smollm2() -> Checkpoint:
 
 
 def check_tokens(
-    checkpoint: Checkpoint, layout: Layout, names: Callable[[str], bool], **settings: Any
+    checkpoint: Checkpoint, layout: Layout, names: Collection[str], **settings: Any
 ) -> dict[str, Any]:
-    """All chosen prompts together, four at a time; what the engine has counted."""
-    chosen = [item for item in read_continuations("smollm2") if names(item.name)]
+    """All chosen prompts together, eight at a time; what the engine has counted."""
+    chosen = [item for item in read_continuations("smollm2") if item.name in names]
     longest = max(len(item.prompt) for item in chosen) + NUM_TOKENS
-    virtual_page = layout.page_size * layout.dcp
+    virtual_page, rows = layout.page_size * layout.dcp, min(8, len(chosen))
     engine = engine_of(
         checkpoint,
         **layout.settings,
         **settings,
-        max_num_seqs=min(4, len(chosen)),
+        max_num_seqs=rows,
         max_num_batched_tokens=max(64 if longest < 2000 else 512, layout.dcp * layout.interleave),
         max_model_len=longest,
-        num_pages=4 * -(-min(longest, 1000) // virtual_page) + -(-longest // virtual_page),
+        num_pages=rows * -(-min(longest, 1000) // virtual_page) + -(-longest // virtual_page),
     )
     served = serve(
         engine, [request_of(item.name, item.prompt, max_tokens=NUM_TOKENS) for item in chosen]
@@ -91,15 +93,15 @@ def test_the_prompts_are_what_they_should_be():
 
 @pytest.mark.parametrize("layout", [pytest.param(QUICK[0], marks=matrix), QUICK[1]], ids=str)
 def test_tokens(layout, smollm2):
-    check_tokens(smollm2, layout, lambda name: name != LONG)
+    check_tokens(smollm2, layout, SOME)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(Layout(1, 1), marks=matrix), QUICK[1]], ids=str)
 def test_tokens_with_speculation(layout, smollm2):
     """Drafts from n-grams change how many steps it takes, and nothing else."""
     config = {"method": "ngram", "num_speculative_tokens": 3}
-    stats = check_tokens(smollm2, layout, lambda name: name != LONG, speculative_config=config)
-    assert stats["speculation"]["num_accepted_tokens"] > 50
+    stats = check_tokens(smollm2, layout, SOME, speculative_config=config)
+    assert stats["speculation"]["num_accepted_tokens"] > 20
     assert stats["acceptance_length"] > 1.3
 
 
@@ -107,32 +109,33 @@ def test_tokens_with_speculation(layout, smollm2):
 @pytest.mark.parametrize("residency", ["replicated", "layer_split"])
 def test_tokens_of_prompts_on_two_ranks(residency, smollm2):
     settings = {"prefill_context_parallel_size": 2, "prefill_kv": residency}
-    check_tokens(smollm2, Layout(1, 1), lambda name: True, **settings)
+    check_tokens(smollm2, Layout(1, 1), [*SHORT, LONG], **settings)
 
 
 @matrix
 @pytest.mark.parametrize("layout", [layout_of(choice) for choice in CHOICES], ids=str)
 def test_tokens_of_every_layout(layout, smollm2):
-    check_tokens(smollm2, layout, lambda name: name != LONG)
+    check_tokens(smollm2, layout, SHORT)
 
 
 @matrix
 @pytest.mark.parametrize("layout", [layout_of(c) for c in pairwise_cover(CHOICES)], ids=str)
 def test_tokens_after_a_long_prompt(layout, smollm2):
-    check_tokens(smollm2, layout, lambda name: name == LONG)
+    check_tokens(smollm2, layout, [LONG])
 
 
 # Logits
 
 
-def check_logits(checkpoint: Checkpoint, layout: Layout) -> None:
-    """At the end of each prompt, and of its continuation; chunks of 48 tokens."""
+def check_logits(checkpoint: Checkpoint, layout: Layout, every: int = 1) -> None:
+    """At the end of each prompt, or each ``every``-th, and of its continuation; chunks of 48
+    tokens."""
     table = -(-800 // (layout.page_size * layout.dcp))
     stripe = layout.dcp * layout.interleave
     shape = StepShape(1, 1, -(-48 // stripe) * stripe, table)
     harness = StepHarness(checkpoint, layout, shape, num_pages=table)
     pages = list(reversed(range(table)))
-    for name, expected in read_logits("smollm2").items():
+    for name, expected in list(read_logits("smollm2").items())[::every]:
         found = run_chunks(harness, expected.tokens.tolist(), expected.positions.tolist(), pages)
         assert_close(found, expected, name)
 
@@ -157,7 +160,7 @@ def assert_close(found: np.ndarray, expected: Logits, name: str) -> None:
 
 
 def test_logits(smollm2):
-    check_logits(smollm2, Layout(3, 1, interleave=4, page_size=16))
+    check_logits(smollm2, Layout(3, 1, interleave=4, page_size=16), every=3)
 
 
 @matrix
@@ -175,8 +178,8 @@ def test_golden_files_are_what_transformers_says():
     pytest.importorskip("transformers", reason="the oracle is transformers")
     live = pytest.importorskip("tests.golden.live")
     model = live.load(Path(bring_model("smollm2-135m")))
-    # A third of the prompts, not the long one: they were all made by the same run of the script.
-    for item in read_continuations("smollm2")[:-1:3]:
+    # A few of the prompts, not the long one: they were all made by the same run of the script.
+    for item in read_continuations("smollm2")[:-1:6]:
         tokens, margins = live.choices(model, list(item.prompt), item.tokens)
         assert tokens == item.tokens and margins.min() > NEAR_TIE
     for name, recorded in list(read_logits("smollm2").items())[::4]:

@@ -146,7 +146,7 @@ def smollm2() -> Checkpoint:
     return open_checkpoint(str(bring_model("smollm2-135m")))
 
 
-@pytest.mark.parametrize("gather", ["none", "q"])
+@pytest.mark.parametrize("gather", [pytest.param("none", marks=pytest.mark.matrix), "q"])
 def test_smollm2_from_the_bytes_says_what_transformers_says(smollm2, gather):
     config = EngineConfig(
         "smollm2-135m",
