@@ -28,7 +28,7 @@ PAGE, TOKENS, VOCABULARY = 4, 8, 61
 PROMPTS = {n: random_tokens(f"processes {n}", n, VOCABULARY) for n in (1, 2, 9, 16, 65)}
 LONG = 65
 SMALL: dict[str, Any] = {
-    "max_num_seqs": 2,
+    "max_num_seqs": 1,
     "max_num_batched_tokens": 16,
     "max_model_len": 96,
     "block_size": PAGE,
@@ -200,13 +200,14 @@ def with_drafts(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **(MTP if model == "glm" else {})}
 
 
-def test_a_sparse_model_and_a_process_that_is_killed(models: Models, cache: Path):
-    """Layers on two processes to pages on two ranks; then a consumer waits for one that is gone."""
-    model, expected = models.model("glm"), models.expected("glm")
-    source = with_drafts("glm", SOURCES["split"])
+@pytest.mark.parametrize("name", ["gqa", pytest.param("glm", marks=pytest.mark.matrix)])
+def test_layers_of_two_processes_until_one_is_killed(models: Models, cache: Path, name: str):
+    """To pages on two ranks; then a consumer waits for what is gone."""
+    model, expected = models.model(name), models.expected(name)
+    source = with_drafts(name, SOURCES["split"])
     with (
         producing(model, source, cache, pipelined_sends=True) as producer,
-        consuming(model, with_drafts("glm", DCP_2), "recompute") as consumer,
+        consuming(model, with_drafts(name, DCP_2), "recompute") as consumer,
     ):
         check_tokens(consumer, producer, expected)
         check_early(consumer, producer, expected)
@@ -225,7 +226,6 @@ def test_a_sparse_model_and_a_process_that_is_killed(models: Models, cache: Path
 @pytest.mark.parametrize(
     ("model", "source", "nnodes"),
     [
-        ("gqa", "split", 2),
         ("gqa", "tp", 2),
         ("gqa", "tp 2, split 2", 2),
         ("gqa", "tp 2, split 2", 4),
