@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.request import FinishReason
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from tests.engine.drafting_glm import SHAPE
@@ -201,8 +202,10 @@ def with_drafts(model: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["gqa", pytest.param("glm", marks=pytest.mark.matrix)])
-def test_layers_of_two_processes_until_one_is_killed(models: Models, cache: Path, name: str):
-    """To pages on two ranks; then a consumer waits for what is gone."""
+def test_layers_of_two_processes_until_one_is_killed(
+    models: Models, cache: Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """To pages on two ranks; then one is gone that a consumer has been promised to read from."""
     model, expected = models.model(name), models.expected(name)
     source = with_drafts(name, SOURCES["split"])
     with (
@@ -212,8 +215,15 @@ def test_layers_of_two_processes_until_one_is_killed(models: Models, cache: Path
         check_tokens(consumer, producer, expected)
         check_early(consumer, producer, expected)
         leader, follower = producer.processes
+        pull = LocalKV.pull
+
+        def pulling(local: LocalKV, *arguments: Any) -> None:
+            follower.send(signal.SIGKILL)
+            follower.end()
+            pull(local, *arguments)
+
         offer = producer.offer(LONG)
-        follower.send(signal.SIGKILL)
+        monkeypatch.setattr(LocalKV, "pull", pulling)
         assert go_on(consumer, LONG, offer) == expected[LONG]
         assert consumer.engine.stats()["kv_transfer"]["num_failed"] == 1
         consumer.drain()
@@ -312,5 +322,6 @@ def test_a_process_that_is_killed_while_a_consumer_waits_for_the_rest(models: Mo
         with contextlib.suppress(httpx.TransportError), producer.early_offer(LONG) as offer:
             producer.processes[1].send(signal.SIGKILL)
             assert go_on(consumer, LONG, offer) == expected[LONG]
+        assert consumer.engine.stats()["kv_transfer"]["num_failed"] == 1
         consumer.drain()
         assert producer.processes[0].end() == 1
