@@ -55,6 +55,16 @@ def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def own_devices(mesh: Mesh) -> dict[int, jax.Device]:
+    """The devices of this process, by rank."""
+    process = jax.process_index()
+    return {
+        rank: device
+        for rank, device in enumerate(mesh.devices.flat)
+        if device.process_index == process
+    }
+
+
 def place(values: np.ndarray, target: NamedSharding) -> jax.Array:
     """Put host values on the devices; on those of other processes, which have the same, they do."""
     if target.is_fully_addressable:

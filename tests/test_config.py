@@ -81,7 +81,16 @@ def test_processes_that_make_no_engine(settings: dict[str, Any], rule: str) -> N
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
-        ({"kv_transfer_config": KVTransferConfig("kv_producer")}, "kv_transfer_config"),
+        ({"kv_transfer_config": KVTransferConfig("kv_consumer")}, "kv_role='kv_consumer'"),
+        ({"kv_transfer_config": KVTransferConfig("kv_both")}, "kv_role='kv_both'"),
+        (
+            {"kv_transfer_config": KVTransferConfig("kv_producer", "MooncakeConnector")},
+            "kv_connector='MooncakeConnector'",
+        ),
+        (
+            {"kv_transfer_config": KVTransferConfig("kv_producer", "InProcessConnector")},
+            "kv_connector='InProcessConnector'",
+        ),
         ({"step_form": "static"}, "step_form"),
         ({"device": "neuron"}, "device"),
     ],
@@ -93,6 +102,23 @@ def test_what_several_processes_cannot_do_names_both_settings(
     with pytest.raises(UnsupportedCombination, match="nnodes") as caught:
         EngineConfig("m", tensor_parallel_size=2, nnodes=2, **setting)
     assert name in str(caught.value)
+    with pytest.raises(UnsupportedCombination) as other:
+        EngineConfig("m", tensor_parallel_size=2, nnodes=2, node_rank=1, **setting)
+    assert str(other.value) == str(caught.value), "every process says the same"
+
+
+@pytest.mark.parametrize("buffer", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("is_pipelined", [True, False])
+def test_several_processes_compute_prompts_that_others_read(
+    buffer: Any, is_pipelined: bool
+) -> None:
+    transfer = KVTransferConfig(
+        "kv_producer", kv_buffer_device=buffer, pipelined_sends=is_pipelined
+    )
+    for rank in range(2):
+        EngineConfig(
+            "m", tensor_parallel_size=2, nnodes=2, node_rank=rank, kv_transfer_config=transfer
+        )
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,7 @@ from dcpjax.mesh import (
     HeadLayout,
     decode_mesh,
     find_devices,
+    own_devices,
     padded,
     partition,
     prefill_mesh,
@@ -82,6 +85,17 @@ def test_ranks_that_do_not_split_evenly_are_refused(make, ranks, dcp):
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_the_first_devices_are_found(count):
     assert find_devices(count, "cpu") == find_devices(count) == jax.devices()[:count]
+
+
+@pytest.mark.parametrize(
+    ("process_of", "own"), [([0, 0, 0], [0, 1, 2]), ([0, 1, 0], [0, 2]), ([1, 1, 2], [])]
+)
+def test_the_own_devices_are_those_of_this_process(process_of, own):
+    devices = np.array([SimpleNamespace(process_index=process) for process in process_of])
+    mesh: Any = SimpleNamespace(devices=devices.reshape(1, -1, 1))
+    found = own_devices(mesh)
+    assert list(found) == own
+    assert all(device is devices[rank] for rank, device in found.items())
 
 
 def test_more_ranks_than_devices_are_refused():

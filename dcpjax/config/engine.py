@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from dcpjax.config.checks import COUNT, FILLED, SEED, check_types
 from dcpjax.config.distributed import DistributedConfig
 from dcpjax.config.pcp_rules import check_pcp, check_without_pcp
+from dcpjax.config.process_rules import check_processes
 from dcpjax.config.speculative import SpeculativeConfig
 from dcpjax.config.transfer import KVTransferConfig
 from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
@@ -171,28 +172,9 @@ class EngineConfig:
 
     def _check_processes(self) -> None:
         """What several processes cannot do yet, and ranks that do not come out even."""
-        processes = self.distributed
-        processes.local_ranks(self.num_ranks)
-        if processes.is_alone:
-            return
-        if self.kv_transfer_config is not None:
-            raise UnsupportedCombination(
-                "with kv_transfer_config an engine is one process: nnodes is 1",
-                nnodes=self.nnodes,
-                kv_role=self.kv_transfer_config.kv_role,
-            )
-        if self.step_form not in ("auto", "dynamic"):
-            raise UnsupportedCombination(
-                "steps of several processes (nnodes) have step_form 'dynamic'",
-                nnodes=self.nnodes,
-                step_form=self.step_form,
-            )
-        if self.device == "neuron":
-            raise UnsupportedCombination(
-                "an engine on device 'neuron' is one process: nnodes is 1",
-                nnodes=self.nnodes,
-                device=self.device,
-            )
+        self.distributed.local_ranks(self.num_ranks)
+        if not self.distributed.is_alone:
+            check_processes(self)
 
     def _check_step_size(self) -> None:
         stripe = self.decode_context_parallel_size * self.interleave

@@ -88,6 +88,11 @@ class KVTransferConfig:
         return self.kv_role != "kv_producer"
 
     @property
+    def is_read(self) -> bool:
+        """Whether consumers read the memory of producers; else producers write into theirs."""
+        return self.kv_connector in ("NixlConnector", "NeuronNixlConnector")
+
+    @property
     def host(self) -> str:
         """Where other engines find this one."""
         return self.advertised_ip or self.kv_ip

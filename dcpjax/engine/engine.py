@@ -5,7 +5,6 @@ With speculation it looks at what a step has accepted before it plans the next o
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -23,11 +22,10 @@ from dcpjax.engine.devices import find_mesh, fp8_of
 from dcpjax.engine.dispatched import Dispatched
 from dcpjax.engine.drafting import Drafter, NgramDrafter
 from dcpjax.engine.follower import follow
-from dcpjax.engine.handoff import Handoff, describe_engine, new_engine_id
+from dcpjax.engine.handoff import Handoff, new_engine_id
 from dcpjax.engine.kv_backends import prepare_backend
-from dcpjax.engine.kv_local import LocalKV
-from dcpjax.engine.kv_parts import describe_parts
-from dcpjax.engine.kv_staging import StagingArea
+from dcpjax.engine.kv_opening import memory_platform, open_local_kv
+from dcpjax.engine.link_messages import Publish
 from dcpjax.engine.mtp_drafter import MtpDrafter
 from dcpjax.engine.plan import Drain
 from dcpjax.engine.processes import SeveralProcesses, join_processes
@@ -73,15 +71,19 @@ class Engine:
             self.max_model_len = self.blueprint.max_model_len
             transfer = config.kv_transfer_config
             engine_id = new_engine_id(None if transfer is None else transfer.engine_id)
-            backend = prepare_backend(config, self.model_config, engine_id, self._kv_platform)
+            platform = memory_platform(self.blueprint)
+            backend = prepare_backend(config, self.model_config, engine_id, platform)
             if backend is not None:
                 opened.callback(backend.close)
             self._processes.run(lambda: self._build(checkpoint, progress))
-            self._processes.settle()
             opened.callback(self.runner.close)
             if backend is not None:
                 opened.callback(backend.close)  # before the pool, which it has registered
+            self._backend = backend
             self._handoff = self._make_handoff(engine_id, backend, checkpoint)
+            if self._handoff is not None:
+                opened.callback(self._handoff.close)
+            self._processes.settle()
             opened.pop_all()
         self._in_flight: Dispatched | None = None
         self._drafted: jax.Array | None = None  # of the last step that was waited for
@@ -166,11 +168,6 @@ class Engine:
         return drafter, drafter
 
     @property
-    def _kv_platform(self) -> str:
-        """Of the memory that other engines read and write."""
-        return "cpu" if self.blueprint.mirrors_pool else self.blueprint.platform
-
-    @property
     def placements(self) -> dict[str, KVPlacement]:
         """Which rank holds which layers, heads and tokens of the cache, by part."""
         return self.blueprint.placements
@@ -178,28 +175,28 @@ class Engine:
     def _make_handoff(
         self, engine_id: str, backend: TransferBackend | None, checkpoint: Checkpoint
     ) -> Handoff | None:
+        """The leader's; all processes register their memory."""
         config = self.config.kv_transfer_config
         if config is None or backend is None:
             return None
-        memory = self.runner.memory
-        is_staging = config.is_consumer and backend.pulls and self._kv_platform == "cpu"
-        staging = StagingArea(self._mesh.size) if is_staging else None
-        regions = itertools.chain(*memory.values(), staging.regions if staging else ())
-        backend.register(list(regions))
-        parts = describe_parts(self.blueprint.parts, self.pool_shapes, self.placements, memory)
-        info = describe_engine(
-            self.config,
-            self.model_config,
+        local = open_local_kv(
+            self.blueprint,
+            self.runner,
+            self.pool_shapes,
+            backend,
+            self._processes,
             engine_id=engine_id,
             weights=fingerprint(checkpoint),
-            dtype=str(self.blueprint.dtype),
-            transfer=config,
-            head_size=self.blueprint.parts[0].width,
-            parts=parts,
-            backend=backend,
         )
-        local = LocalKV(info, backend, timeout=config.transfer_timeout, staging=staging)
-        return Handoff(local, config, wake=lambda: self._wake(), land=self._land)
+        if local is None:
+            return None
+        return Handoff(
+            local,
+            config,
+            wake=lambda: self._wake(),
+            land=self._land,
+            check_alive=self._processes.check,
+        )
 
     def _land(self, load: KVLoad) -> None:
         """Pages arrived: let the devices have them before the request runs."""
@@ -309,10 +306,15 @@ class Engine:
         """Let the handoff begin what the scheduler wants; the offers of new exports, by request."""
         events = self.scheduler.remote.take_events()
         if events.loads or events.exports or events.early_exports or events.progress:
-            jax.block_until_ready(self._drafted)  # drafting writes into pages behind its step
-        for export in events.exports:
-            self.runner.copy_out(export.page_ids)
+            self._publish([page for export in events.exports for page in export.page_ids])
         return {} if self._handoff is None else self._handoff.serve(events)
+
+    def _publish(self, page_ids: list[int]) -> None:
+        """Let other engines read and write pages. Their steps have been confirmed, so the devices
+        of no process write into them any more, but for drafts behind the last of these steps."""
+        self._processes.announce(lambda: Publish(page_ids))
+        self._processes.run(lambda: self.runner.publish(page_ids, self._drafted))
+        self._processes.meet()
 
     def follow(self) -> None:
         """Do what the leader says, in its order, until it closes the engine.
@@ -326,6 +328,9 @@ class Engine:
         except BaseException as error:  # also when it is interrupted: the others have to know
             self._processes.fail(error)
             raise
+        finally:  # the leader confirms to nobody any more that pages are held
+            if self._backend is not None:
+                self._backend.close()
         self.runner.close()
 
     def reset_prefix_cache(self) -> None:
@@ -380,9 +385,9 @@ class Engine:
         with contextlib.suppress(EngineDeadError):  # another process: whoever steps hears of it
             if dispatched is not None:
                 self._processes.run(dispatched.wait)
-        self._processes.close()
         if self._handoff is not None:
-            self._handoff.close()  # nothing outside touches the pool afterwards
+            self._handoff.close()  # nothing outside touches the pools afterwards, on any process
+        self._processes.close()
         with contextlib.suppress(EngineDeadError):
             self._processes.run(self.runner.close)
 

@@ -2,8 +2,10 @@
 
 from collections import deque
 
+from jax import Array
+
 from dcpjax.engine.dispatched import Executed
-from dcpjax.engine.link_messages import Close, Confirm, RunStep
+from dcpjax.engine.link_messages import Close, Confirm, Publish, RunStep
 from dcpjax.engine.processes import SeveralProcesses
 from dcpjax.engine.runner import Runner
 
@@ -18,14 +20,21 @@ def follow(runner: Runner, processes: SeveralProcesses) -> None:
         EngineDeadError: a process of the engine is gone or failed, this one included.
     """
     unconfirmed: deque[Executed] = deque()
+    drafted: Array | None = None  # of the last step that was waited for
     while True:
         match processes.receive():
             case RunStep() as message:
                 order = runner.order_of(message)
                 unconfirmed.append(processes.run(lambda order=order: runner.execute(order)))
             case Confirm():
-                witness = processes.run(unconfirmed.popleft().witness)
+                executed = unconfirmed.popleft()
+                witness = processes.run(executed.witness)
                 processes.confirm(lambda witness=witness: witness)
+                drafted = executed.drafted
+            case Publish() as message:
+                pages = message.page_ids
+                processes.run(lambda pages=pages, drafted=drafted: runner.publish(pages, drafted))
+                processes.meet()
             case Close():
                 processes.close()
                 return

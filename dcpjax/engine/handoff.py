@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig
+from dcpjax.config import KVTransferConfig
 from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_params import KVTransferParams
 from dcpjax.engine.kv_source import KVSource
@@ -19,9 +19,6 @@ from dcpjax.engine.remote_kv import KVEvents, KVLoad, RemoteKV, prompt_digest
 from dcpjax.engine.remote_work import RemoteWork
 from dcpjax.engine.request import Request
 from dcpjax.errors import RequestError
-from dcpjax.transfer.backend import TransferBackend
-from dcpjax.transfer.engine_info import EngineInfo, compatibility_factors
-from dcpjax.transfer.part_info import PartInfo
 
 _PARAM = "kv_transfer_params"
 
@@ -36,6 +33,7 @@ class Handoff:
     Args:
         wake: called, from any thread, when :meth:`apply` has something to do.
         land: called with each load that arrived, by the engine's thread, before it is used.
+        check_alive: raises the EngineDeadError of an engine of which a process is gone or failed.
     """
 
     def __init__(
@@ -45,6 +43,7 @@ class Handoff:
         *,
         wake: Callable[[], None],
         land: Callable[[KVLoad], None],
+        check_alive: Callable[[], None],
     ) -> None:
         self._local, self._land = local, land
         self._is_pipelined = config.pipelined_sends
@@ -52,7 +51,9 @@ class Handoff:
         self._wake = wake
         self._unsettled: dict[str, int] = {}  # pages of loads into which something may still write
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._source = KVSource(local, config, self._export_ended) if config.is_producer else None
+        self._source = (
+            KVSource(local, config, self._export_ended, check_alive) if config.is_producer else None
+        )
         self._target = (
             KVTarget(local, config, self._load_ended, self._waited_too_long)
             if config.is_consumer
@@ -189,50 +190,6 @@ def new_engine_id(name: str | None) -> str:
     """
     unique = uuid.uuid4().hex
     return unique if name is None else f"{name}-{unique}"
-
-
-def describe_engine(
-    config: EngineConfig,
-    model: ModelConfig,
-    *,
-    engine_id: str,
-    weights: str,
-    dtype: str,
-    transfer: KVTransferConfig,
-    head_size: int,
-    parts: tuple[PartInfo, ...],
-    backend: TransferBackend,
-) -> EngineInfo:
-    """This engine as its peers shall know it, once its memory is registered with the backend.
-
-    Args:
-        weights: fingerprint of the checkpoint.
-        dtype: of the computation.
-        head_size: values of a token, layer and head in the first part.
-    """
-    return EngineInfo(
-        engine_id=engine_id,
-        factors=compatibility_factors(
-            model=model.architecture,
-            weights=weights,
-            dtype=dtype,
-            cache_format=parts[0].cache_format,
-            cache_dtype=parts[0].cache_dtype,
-            num_hidden_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_size=head_size,
-        ),
-        parts=parts,
-        tp_size=config.tensor_parallel_size,
-        pcp_size=config.prefill_context_parallel_size,
-        dcp_size=config.decode_context_parallel_size,
-        interleave=config.interleave,
-        backend=backend.name,
-        agent_metadata=backend.agent,
-        kv_lease_duration=transfer.kv_lease_duration,
-        kv_lease_extension=transfer.kv_lease_extension,
-        heartbeat_interval=transfer.heartbeat_interval,
-    )
 
 
 def _offer(source: KVSource, events: KVEvents) -> dict[str, dict[str, Any]]:

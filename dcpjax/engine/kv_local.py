@@ -16,6 +16,7 @@ import numpy as np
 from dcpjax.engine.kv_moves import Moved, Plans, SequenceMove
 from dcpjax.engine.kv_staging import StagingArea, put_in_order, transfers
 from dcpjax.errors import TransferError
+from dcpjax.transfer import agents
 from dcpjax.transfer.backend import TransferBackend, TransferHandle, TransferState
 from dcpjax.transfer.bind import BoundTransfer, bind
 from dcpjax.transfer.engine_info import EngineInfo
@@ -98,11 +99,11 @@ class LocalKV:
 
     def connect(self, peer: EngineInfo) -> None:
         with self._backend_lock:
-            self.backend.connect(peer.engine_id, peer.agent_metadata)
+            agents.connect(self.backend, peer)
 
-    def disconnect(self, engine_id: str) -> None:
+    def disconnect(self, peer: EngineInfo) -> None:
         with self._backend_lock:
-            self.backend.disconnect(engine_id)
+            agents.disconnect(self.backend, peer)
 
     def pull(
         self, peer: EngineInfo, peer_pages: Sequence[int], pages: Sequence[int], span: range
@@ -188,7 +189,7 @@ class LocalKV:
     def _moving(self, peer: EngineInfo, bound: BoundTransfer) -> Iterator[TransferHandle]:
         """Start a transfer; see at the end that everything has arrived."""
         with self._backend_lock:
-            handle = self.backend.submit(bound, peer.engine_id)
+            handle = agents.submit(self.backend, bound, peer)
         yield handle
         with self._backend_lock:
             state = handle.poll()

@@ -107,7 +107,7 @@ class SourcePeer:
         if self._info is None:
             return
         try:
-            self._local.disconnect(self._engine_id)
+            self._local.disconnect(self._info)
         except TransferError as error:  # it is known under another address too, and in use there
             _log.info("engine %s is not forgotten: %s", self._engine_id, error)
 

@@ -46,13 +46,19 @@ class KVSource:
 
     Args:
         on_end: called, from any thread, with the id of a request whose pages may be freed.
+        check_alive: raises the EngineDeadError of an engine of which a process is gone or failed.
     """
 
     def __init__(
-        self, local: LocalKV, config: KVTransferConfig, on_end: Callable[[str], None]
+        self,
+        local: LocalKV,
+        config: KVTransferConfig,
+        on_end: Callable[[str], None],
+        check_alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._local = local
         self._on_end = on_end
+        self._check_alive = check_alive
         self._leases = LeaseTable(config.kv_lease_duration, config.kv_lease_extension)
         self._lock = threading.Lock()
         self._offers: dict[str, Offer] = {}
@@ -188,6 +194,7 @@ class KVSource:
             raise
 
     def landed(self, call: Landed) -> Released:
+        self._check_alive()  # what was read of a process that has failed may be anything
         landing = self._leases.land(call.request_id, call.target_ranks, call.num_target_ranks)
         if landing is Landing.RELEASED:
             self._local.stats.add(num_handed_over=1)

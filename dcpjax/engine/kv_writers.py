@@ -107,7 +107,7 @@ class Writers:
         for target in targets:
             target.pushers.shutdown(wait=False)  # what hangs goes on, and ends its thread
             with contextlib.suppress(TransferError):  # it hangs: known to the backend until close
-                self._local.disconnect(target.info.engine_id)
+                self._local.disconnect(target.info)
 
     def _push(self, call: Push, target: EngineInfo, export: KVExport) -> Pushed:
         page_ids = unpack_page_ids(call.page_ids, num_pages=target.num_pages)

@@ -62,6 +62,7 @@ class Link:
         self._on_failure: Callable[[], None] = lambda: None
         self._is_closing = False
         self._is_ended = False  # the leader has said so: it may leave
+        self._leader_knows = threading.Event()  # of a failure, or it is gone itself
         self._bell, self._bell_pull = socket.socketpair()
         for end in (self._bell, self._bell_pull):
             end.setblocking(False)
@@ -117,9 +118,14 @@ class Link:
         self._on_failure = function
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this process failed; only the first failure counts."""
+        """Tell the others that this process failed; only the first failure counts.
+
+        A follower returns when the leader knows, or is silent for too long.
+        """
         if self._failure is None and not self._is_closing:
             self._end(self.rank, reason)
+            if self.rank > 0:
+                self._leader_knows.wait(SILENCE_SECONDS)
 
     def close(self) -> None:
         """Send what is left, then say no more. Idempotent."""
@@ -185,6 +191,7 @@ class Link:
                 self._send_to(sender, encode(Refused(rule, {"nnodes": str(self.ranks)})))
                 return
         if isinstance(message, Failure):
+            self._leader_knows.set()  # it passes on what it hears
             if self._failure is None:
                 self._end(message.node_rank, message.reason)
         elif not isinstance(message, Probe):
@@ -217,6 +224,8 @@ class Link:
                 self._send_to(identity, probe)
 
     def _lose(self, rank: int | None) -> None:
+        if self.rank > 0:
+            self._leader_knows.set()
         if rank is not None and self._failure is None and not (self._is_closing or self._is_ended):
             self._end(rank, "it is gone, or has not answered")
 

@@ -87,6 +87,13 @@ class Confirm(Message, frozen=True):
     """Wait for the oldest step that is not confirmed, and compare what it has chosen."""
 
 
+class Publish(Message, frozen=True):
+    """Other engines are about to be told of pages: see that nothing writes into them any more, and
+    that these are where the other engines read them."""
+
+    page_ids: list[int]
+
+
 class Close(Message, frozen=True):
     """The engine is closed."""
 
@@ -103,7 +110,17 @@ class Probe(Message, frozen=True):
 
 
 AnyMessage = (
-    Hello | Welcome | Refused | RowOf | AllRows | RunStep | Confirm | Close | Failure | Probe
+    Hello
+    | Welcome
+    | Refused
+    | RowOf
+    | AllRows
+    | RunStep
+    | Confirm
+    | Publish
+    | Close
+    | Failure
+    | Probe
 )
 Kind = TypeVar("Kind", bound=Message)
 

@@ -4,10 +4,19 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dcpjax.engine.consensus import Row
+from dcpjax.engine.consensus import Reduction, Row
 from dcpjax.engine.link import Link
 from dcpjax.engine.link_messages import AllRows, RowOf
 from dcpjax.errors import ConsensusError
+
+
+def gather_bytes(reduction: Reduction, found: bytes) -> list[bytes]:
+    """What each rank brings, by rank; the same on all of them. Two exchanges."""
+    sizes = reduction.exchange(np.asarray([len(found)], np.int64))[:, 0].tolist()
+    row = np.zeros(-(-max(sizes) // 8), np.int64)
+    row.view(np.uint8)[: len(found)] = np.frombuffer(found, np.uint8)
+    rows = reduction.exchange(row)
+    return [row.tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 class LinkReduction:

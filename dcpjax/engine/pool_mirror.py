@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dcpjax.cache.page_moves import gather_pages, scatter_pages
 from dcpjax.cache.pool import POOL_SPEC, PoolShape
 from dcpjax.engine.kv_parts import rank_memory
-from dcpjax.mesh import PAGE_RANKS, axes_size
+from dcpjax.mesh import PAGE_RANKS, axes_size, own_devices
 from dcpjax.transfer.memory import RankMemory
 
 MOVED_PAGES = 16
@@ -25,12 +25,12 @@ MOVED_PAGES = 16
 
 
 class PoolMirror:
-    """The host's copy of the pages of all ranks. The engine's thread copies, others read and write
-    pages that they were given."""
+    """The host's copy of the pages of this process's ranks. The engine's thread copies, others read
+    and write pages that they were given."""
 
     def __init__(self, pool: PoolShape, mesh: Mesh) -> None:
         self._shape, self._mesh = pool, mesh
-        self._devices = list(mesh.devices.flat)
+        self._devices = list(own_devices(mesh).values())
         self._spec = NamedSharding(mesh, POOL_SPEC)
         self._whole = NamedSharding(mesh, PartitionSpec())
         array = pool.array_shape(axes_size(mesh, PAGE_RANKS))
@@ -50,11 +50,11 @@ class PoolMirror:
 
     @property
     def memory(self) -> tuple[RankMemory, ...]:
-        """Where each rank's pages lie, by rank."""
+        """Where the pages of this process's ranks lie, in the order of ranks."""
         return tuple(rank_memory(self._shape, rank, rank.ctypes.data) for rank in self._ranks)
 
     def copy_out(self, pool: Array, page_ids: Sequence[int]) -> None:
-        """Copy pages of the pool to the host. Returns when they are there."""
+        """Copy pages of the pool to the host, on all processes. Returns when they are there."""
         for ids in _batches(page_ids, self._shape.scratch_page):
             pages = self._gather(pool, ids)
             by_device = {shard.device: shard.data for shard in pages.addressable_shards}

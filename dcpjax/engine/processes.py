@@ -18,7 +18,7 @@ from dcpjax.engine.device_thread import DeviceThread
 from dcpjax.engine.joining import facts_of, join
 from dcpjax.engine.link import Link
 from dcpjax.engine.link_messages import Close, Confirm, Message
-from dcpjax.engine.link_reduction import LinkReduction
+from dcpjax.engine.link_reduction import LinkReduction, gather_bytes
 from dcpjax.errors import ConfigError, ConsensusError, DcpjaxError, EngineDeadError
 from dcpjax.models.checkpoint import Checkpoint
 
@@ -68,6 +68,10 @@ class Processes(Protocol):
         """
         ...
 
+    def gather(self, found: bytes) -> list[bytes]:
+        """What all processes bring, by node rank; they wait for each other."""
+        ...
+
     def settle(self) -> None:
         """Every program ran once: nothing new is asked of the other processes from now on."""
         ...
@@ -77,7 +81,14 @@ class Processes(Protocol):
         ...
 
     def confirm(self, witness: Callable[[], int]) -> None:
-        """See that all processes got the same out of the oldest step that is not confirmed."""
+        """See that all processes got the same out of the oldest step that is not confirmed.
+
+        Each of them has waited until the step has ended on all of its devices.
+        """
+        ...
+
+    def meet(self) -> None:
+        """Wait until all processes have done what was announced before."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -107,6 +118,9 @@ class OneProcess:
     def agree(self, what: str, witness: Callable[[], int]) -> None:
         """Nobody else to ask."""
 
+    def gather(self, found: bytes) -> list[bytes]:
+        return [found]
+
     def settle(self) -> None:
         """Nobody else to ask."""
 
@@ -115,6 +129,9 @@ class OneProcess:
 
     def confirm(self, witness: Callable[[], int]) -> None:
         """Nothing to compare with."""
+
+    def meet(self) -> None:
+        """Nobody to wait for."""
 
     def fail(self, error: BaseException) -> None:
         """Nobody else to tell."""
@@ -186,6 +203,9 @@ class SeveralProcesses:
         if len(set(found)) > 1:
             raise ConsensusError(f"all processes of an engine {what}", by_node_rank=found)
 
+    def gather(self, found: bytes) -> list[bytes]:
+        return gather_bytes(self._reduction, found)
+
     def settle(self) -> None:
         """Leave JAX's own service, through which its processes have found each other.
 
@@ -205,6 +225,12 @@ class SeveralProcesses:
     def confirm(self, witness: Callable[[], int]) -> None:
         if self._link.rank == 0:
             self._link.send(Confirm())
+        self._tick(witness)
+
+    def meet(self) -> None:
+        self._tick(lambda: 0)
+
+    def _tick(self, witness: Callable[[], int]) -> None:
         try:
             self._consensus.tick(lambda: Statement(witness=witness()))
         except ConsensusError as error:

@@ -40,7 +40,7 @@ from dcpjax.engine.step import StepResult, StepShape, fetch_logits, gather_logit
 from dcpjax.engine.verification import Verifier
 from dcpjax.errors import AuditError
 from dcpjax.form import DYNAMIC, StepForm
-from dcpjax.mesh import WORLD, place
+from dcpjax.mesh import WORLD, own_devices, place
 from dcpjax.models.weights import PlacedModel
 from dcpjax.transfer.memory import RankMemory
 
@@ -124,9 +124,14 @@ class Runner:
         return [shard for pool in pools for shard in pool.addressable_shards]
 
     @property
+    def own_ranks(self) -> tuple[int, ...]:
+        """Those whose devices are of this process."""
+        return tuple(own_devices(self._mesh))
+
+    @property
     def memory(self) -> Regions:
-        """Where other engines find each rank's pages, by part and rank: in the pool, of which the
-        audit proves that it stays there, or in the host's copy."""
+        """Where other engines find the pages of :attr:`own_ranks`, by part: in the pool, of which
+        the audit proves that it stays there, or in the host's copy."""
         if self._mirrors:
             return {name: mirror.memory for name, mirror in self._mirrors.items()}
         return {name: self._pool_memory(name) for name in self._pools}
@@ -141,7 +146,7 @@ class Runner:
                 shares[device].unsafe_buffer_pointer(),
                 0 if device.platform == "cpu" else device.local_hardware_id or 0,
             )
-            for device in self._mesh.devices.flat
+            for device in own_devices(self._mesh).values()
         )
 
     @property
@@ -156,8 +161,14 @@ class Runner:
     def shape_names(self) -> list[str]:
         return [str(shape) for shape in self._shapes]
 
-    def copy_out(self, page_ids: Sequence[int]) -> None:
-        """Let other engines find pages as they are now, where they read the host's copy."""
+    def publish(self, page_ids: Sequence[int], drafted: Array | None) -> None:
+        """Let other engines find pages as they are when nothing writes into them any more.
+
+        Args:
+            page_ids: to be copied where other engines read the host's copy.
+            drafted: of the last step that was waited for: drafting writes into pages behind it.
+        """
+        jax.block_until_ready(drafted)
         for name, mirror in self._mirrors.items():
             mirror.copy_out(self._pools[name], page_ids)
 

@@ -1,8 +1,8 @@
 """Who moves the bytes: the protocol of transfer backends, and the one for a single process.
 
 A backend knows addresses and peers, no placements, requests or pages. One agent serves all ranks
-of a process. Its methods are called from one thread at a time; ``submit`` may block as long as the
-copy takes.
+of a process; a peer is one process of another engine, see :mod:`dcpjax.transfer.agents`. Its
+methods are called from one thread at a time; ``submit`` may block as long as the copy takes.
 
 A backend keeps no deadline. A peer that is gone ends its transfers within a bounded time, but one
 that merely stands still may go on at any time and then still read or write: only a final state says
@@ -79,11 +79,11 @@ class TransferBackend(Protocol):
         ...
 
     def connect(self, peer: str, agent: bytes) -> None:
-        """Learn of a peer by its engine id. Again with the same bytes: no effect.
+        """Learn of a peer by a name of its own. Again with the same bytes: no effect.
 
         Raises:
             PeerError: the bytes are not understood, belong to another process than the ones this
-                engine id was connected with, or the peer cannot be reached.
+                name was connected with, or the peer cannot be reached.
         """
         ...
 

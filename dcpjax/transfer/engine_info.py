@@ -11,12 +11,13 @@ from dcpjax.transfer.messages import MAX_RANKS, Digest, Factors, Id, Version
 from dcpjax.transfer.part_info import PartInfo
 from dcpjax.transfer.parts import PlacedPart
 
-CONNECTOR_VERSION = 3
+CONNECTOR_VERSION = 4
 """Of the messages, of EngineInfo and of what they mean. In the compatibility hash."""
 
 _MAX_SIZE = 2**31 - 1
 
 Parts = Annotated[tuple[PartInfo, ...], msgspec.Meta(max_length=16)]
+Agents = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +33,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         dcp_size: ranks that share the tokens of a sequence, whatever their order.
         interleave: consecutive tokens on one of them; without meaning for a ``dcp_size`` of 1.
         backend: name of the transfer backend.
-        agent_metadata: what the backend of a peer needs to connect.
+        agents: what the backend of a peer needs to connect to each process of the engine; the
+            regions of the parts say which of them has a rank's memory.
         kv_lease_duration, kv_lease_extension: how long it keeps pages, in seconds.
         heartbeat_interval: how often it says which pages it wants, in seconds.
 
@@ -47,7 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dcp_size: int
     interleave: int
     backend: Id
-    agent_metadata: bytes
+    agents: Agents
     kv_lease_duration: float
     kv_lease_extension: float
     heartbeat_interval: float
@@ -61,6 +63,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for part in self.parts:
             _check_ranks(self, part)
             _check_shares(self, part)
+            _check_agents(self, part)
 
     @property
     def num_ranks(self) -> int:
@@ -84,6 +87,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def part(self, name: str) -> PartInfo:
         """The part of this name, which there is."""
         return next(part for part in self.parts if part.name == name)
+
+    def agent_name(self, agent: int) -> str:
+        """What a backend knows an agent by; of no other agent of any engine."""
+        return f"{self.engine_id}/{agent}"
 
     @property
     def compatibility(self) -> Digest:
@@ -171,6 +178,18 @@ def _check_ranks(info: EngineInfo, part: PartInfo) -> None:
             ranks=part.placement.num_ranks,
             tp_size=info.tp_size,
             pcp_size=info.pcp_size,
+            part=part.name,
+        )
+
+
+def _check_agents(info: EngineInfo, part: PartInfo) -> None:
+    """Every process of an engine has memory of some ranks, and nobody else has."""
+    found = {region.agent for region in part.regions}
+    if found != set(range(len(info.agents))):
+        raise TransferError(
+            "the memory of an engine's ranks is with its agents, some of it with each",
+            agents=len(info.agents),
+            found=sorted(found),
             part=part.name,
         )
 

@@ -23,6 +23,7 @@ class RankMemory:
         num_pages: pages that may be read and written, ids ``[0, num_pages)``; the scratch page is
             not one of them.
         device_id: index of the device in its process, as the transfer library counts.
+        agent: index of the agent that has registered it, one for each process of its engine.
     """
 
     address: int
@@ -32,6 +33,7 @@ class RankMemory:
     head_stride: int
     token_bytes: int
     device_id: int = 0
+    agent: int = 0
 
     @classmethod
     def dense(

@@ -3,7 +3,8 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from dcpjax.engine.kv_local import LocalKV
 from dcpjax.engine.kv_source import KVSource
 from dcpjax.engine.kv_target import KVTarget, LoadEnd
 from dcpjax.engine.remote_kv import KVExport, KVLoad, RemoteKV
-from dcpjax.errors import PeerError, TransferError
+from dcpjax.errors import EngineDeadError, PeerError, TransferError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferHandle, TransferState
 from dcpjax.transfer.engine_info import EngineInfo
@@ -43,7 +44,7 @@ class Hanging:
 
 
 class Backend(InProcessBackend):
-    """Transfers with the peers in ``stopped`` hang."""
+    """Transfers with the engines or agents in ``stopped`` hang."""
 
     def __init__(self, fabric: InProcessFabric, engine_id: str, *, pulls: bool) -> None:
         super().__init__(fabric, engine_id, pulls=pulls)
@@ -51,7 +52,7 @@ class Backend(InProcessBackend):
         self.hanging: list[Hanging] = []
 
     def submit(self, bound, peer: str) -> TransferHandle:
-        if peer not in self.stopped:
+        if not self.stopped & {peer, peer.rpartition("/")[0]}:
             return super().submit(bound, peer)
         self.hanging.append(Hanging())
         return self.hanging[-1]
@@ -69,23 +70,34 @@ class Backend(InProcessBackend):
 
 def cache_part(name: str, memory: np.ndarray, layers: tuple[int, ...]) -> PartInfo:
     """Of one rank, whose pages are ``memory``."""
-    _, num_layers, num_heads, page_size, token_bytes = memory.shape
-    region = RankMemory.dense(
-        memory.ctypes.data,
-        num_pages=PAGES,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        page_size=page_size,
-        token_bytes=token_bytes,
-    )
+    _, num_layers, num_heads, page_size, _ = memory.shape
     shape = {"layers": num_layers, "kv_heads": num_heads, "page_size": page_size}
+    return placed_part(name, [memory], layers, KVPlacement.tensor_parallel(1, **shape))
+
+
+def placed_part(
+    name: str, ranks: Sequence[np.ndarray], layers: tuple[int, ...], placement: KVPlacement
+) -> PartInfo:
+    """Of ranks with these pages, each at an agent of its own."""
+    _, num_layers, num_heads, page_size, token_bytes = ranks[0].shape
+    regions = [
+        RankMemory.dense(
+            memory.ctypes.data,
+            num_pages=PAGES,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            page_size=page_size,
+            token_bytes=token_bytes,
+        )
+        for memory in ranks
+    ]
     return PartInfo(
         name=name,
         layers=layers,
         cache_format="bytes",
         cache_dtype="uint8",
-        placement=KVPlacement.tensor_parallel(1, **shape),
-        regions=(region,),
+        placement=placement,
+        regions=tuple(replace(region, agent=rank) for rank, region in enumerate(regions)),
         token_bytes=token_bytes,
     )
 
@@ -110,27 +122,52 @@ class Side:
         )[: 1 + has_drafts]
         self.backend = Backend(fabric, name, pulls=pulls)
         self.backend.register([region for part in parts for region in part.regions])
-        info = EngineInfo(
-            engine_id=name,
-            factors={},
-            parts=parts,
-            tp_size=1,
-            dcp_size=1,
-            interleave=PAGE,
-            backend=self.backend.name,
-            agent_metadata=self.backend.agent,
-            kv_lease_duration=30.0,
-            kv_lease_extension=20.0,
-            heartbeat_interval=0.1,
-        )
+        info = described(name, parts, [self.backend])
         self.local = LocalKV(info, self.backend, timeout=timeout)
 
 
+class TwoProcesses:
+    """The memory of an engine whose layers are on two ranks, each in a process of its own."""
+
+    def __init__(self, fabric: InProcessFabric, name: str) -> None:
+        shape = {"layers": LAYERS, "kv_heads": HEADS, "page_size": PAGE}
+        self.memory = [
+            np.full((PAGES, LAYERS // 2, HEADS, PAGE, TOKEN), 7, np.uint8) for _ in range(2)
+        ]
+        placement = KVPlacement.layer_split(2, **shape)
+        kv = placed_part("kv", self.memory, tuple(range(LAYERS)), placement)
+        self.backends = [Backend(fabric, f"{name} {rank}", pulls=True) for rank in range(2)]
+        for backend, region in zip(self.backends, kv.regions, strict=True):
+            backend.register([region])
+        self.local = LocalKV(described(name, (kv,), self.backends), self.backends[0], timeout=0.2)
+
+
+def described(
+    name: str, parts: tuple[PartInfo, ...], backends: Sequence[InProcessBackend]
+) -> EngineInfo:
+    """An engine with an agent per rank."""
+    return EngineInfo(
+        engine_id=name,
+        factors={},
+        parts=parts,
+        tp_size=len(backends),
+        dcp_size=1,
+        interleave=PAGE,
+        backend=backends[0].name,
+        agents=tuple(backend.agent for backend in backends),
+        kv_lease_duration=30.0,
+        kv_lease_extension=20.0,
+        heartbeat_interval=0.1,
+    )
+
+
 @contextlib.contextmanager
-def source(side: Side, **settings: Any) -> Iterator[tuple[KVSource, list[str]]]:
+def source(
+    side: Side | TwoProcesses, check_alive: Callable[[], None] = lambda: None, **settings: Any
+) -> Iterator[tuple[KVSource, list[str]]]:
     ended: list[str] = []
     config = KVTransferConfig(kv_role="kv_producer", **settings)
-    source = KVSource(side.local, config, ended.append)
+    source = KVSource(side.local, config, ended.append, check_alive)
     try:
         yield source, ended
     finally:
@@ -255,6 +292,81 @@ def test_a_target_with_drafts_takes_nothing_from_a_source_without(pulls):
         assert ends[0].is_settled and ends[0].reason is not None
         assert "consumer='draft_kv, kv', producer='kv'" in ends[0].reason
     assert not sides[1].memory.any()
+
+
+def check_arrived(target: Side) -> None:
+    expected = np.zeros_like(target.memory)
+    expected[[0, 2]] = 7
+    expected[2, :, :, -1] = 0  # the last token is computed
+    np.testing.assert_array_equal(target.memory, expected)
+
+
+def test_a_load_reads_from_every_process_of_its_source():
+    fabric = InProcessFabric()
+    producer, consumer = TwoProcesses(fabric, "source"), Side(fabric, "target", pulls=True)
+    with source(producer) as (exports, ended), target(consumer) as (loads, ends):
+        loads.start(load(offer(exports, "a"), "a"))
+        until(lambda: ends)
+        assert ends[0].reason is None and ended == ["a"]
+        check_arrived(consumer)
+        assert consumer.local.last_transfer is not None
+        assert consumer.local.last_transfer["bytes"] == [[HEADS * (2 * PAGE - 1) * TOKEN]] * 2
+
+
+@pytest.mark.parametrize("hanging", [0, 1])
+@pytest.mark.parametrize("state", [TransferState.DONE, TransferState.FAILED])
+def test_a_process_that_hangs_keeps_the_pages_of_a_load(hanging: int, state: TransferState):
+    """Whatever the other one has brought, the load has failed."""
+    fabric = InProcessFabric()
+    producer, consumer = TwoProcesses(fabric, "source"), Side(fabric, "target", pulls=True)
+    consumer.backend.stopped.add(f"source/{hanging}")
+    with source(producer) as (exports, ended), target(consumer) as (loads, ends):
+        loads.start(load(offer(exports, "a"), "a"))
+        until(lambda: ends)
+        assert ends[0].reason is not None and not ends[0].is_settled
+        time.sleep(5 * consumer.local.timeout)
+        assert len(ends) == 1
+        consumer.backend.hanging[0].state = state
+        until(lambda: len(ends) == 2)
+        assert ends[1].is_settled and not exports._local.stats.num_handed_over
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_process_that_is_gone_fails_the_load(gone: int):
+    fabric = InProcessFabric()
+    producer, consumer = TwoProcesses(fabric, "source"), Side(fabric, "target", pulls=True)
+    with source(producer) as (exports, ended), target(consumer) as (loads, ends):
+        remote = offer(exports, "a")
+        loads.start(load(remote, "a"))
+        until(lambda: ends)  # both are known
+        remote = offer(exports, "b")
+        producer.backends[gone].close()
+        loads.start(load(remote, "b"))
+        until(lambda: len(ends) == 2)
+        assert ends[1].reason is not None and ends[1].is_settled
+        until(lambda: "b" in ended)  # given up
+        assert exports._local.stats.num_handed_over == 1
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_nothing_is_confirmed_by_an_engine_that_has_ended(is_dead: bool):
+    """Its other process may have let go of its memory while it was read."""
+    fabric = InProcessFabric()
+    producer, consumer = TwoProcesses(fabric, "source"), Side(fabric, "target", pulls=True)
+
+    def check_alive() -> None:
+        if is_dead:
+            raise EngineDeadError("the engine ended because of its process with node rank 1")
+
+    with source(producer, check_alive) as (exports, ended), target(consumer) as (loads, ends):
+        loads.start(load(offer(exports, "a"), "a"))
+        until(lambda: ends)
+        check_arrived(consumer)
+        if is_dead:
+            assert ends[0].reason is not None and "node rank 1" in ends[0].reason
+        else:
+            assert ends[0].reason is None
+        assert exports._local.stats.num_handed_over == (not is_dead)
 
 
 def test_a_target_closes_while_a_transfer_hangs():

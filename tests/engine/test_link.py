@@ -10,6 +10,7 @@ from dcpjax.config import DistributedConfig
 from dcpjax.engine.joining import join
 from dcpjax.engine.link import Link
 from dcpjax.engine.link_messages import Close, Confirm, Hello, RowOf
+from dcpjax.engine.link_reduction import LinkReduction, gather_bytes
 from dcpjax.errors import ConfigError, EngineDeadError
 from tests.engine.processes import PATIENCE, free_port
 
@@ -68,6 +69,21 @@ def test_all_hear_of_a_failure(links: Links, failing: int):
     assert sorted(heard) == list(range(RANKS))
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_the_leader_knows_of_a_failure_when_its_follower_goes_on(links: Links, failing: int):
+    """So nobody relies any more on what the follower then gives up."""
+    links[failing].fail("as the test wants it")
+    with pytest.raises(EngineDeadError, match=f"node rank {failing}"):
+        links[0].check()
+
+
+def test_a_follower_does_not_wait_for_a_leader_that_is_gone(links: Links):
+    links[0].close()
+    check_ended(links[1], 0, "gone")
+    links[1].fail("later")
+    check_ended(links[1], 0, "gone")
+
+
 @pytest.mark.parametrize("leaving", range(RANKS))
 def test_all_others_hear_of_one_that_is_gone(links: Links, leaving: int):
     links[leaving].close()
@@ -82,6 +98,16 @@ def test_a_leader_that_said_so_may_leave(links: Links):
     assert all(end.receive(PATIENCE) == (0, Close()) for end in followers)
     for end in followers:
         end.wait_for_failure(0.2)
+
+
+@pytest.mark.parametrize(
+    "found", [[b"", b"", b""], [b"1", b"", b"12345678"], [b"\0" * 9, b"2" * 100_000, b"\xff"]]
+)
+def test_bytes_of_all_processes(links: Links, found: list[bytes]):
+    reductions = [LinkReduction(end, PATIENCE) for end in links]
+    with ThreadPoolExecutor(RANKS) as executor:
+        gathered = list(executor.map(gather_bytes, reductions, found))
+    assert gathered == [found] * RANKS
 
 
 def test_a_silent_link_times_out(links: Links):

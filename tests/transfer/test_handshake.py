@@ -75,7 +75,7 @@ def engine(placement: KVPlacement | None = None, **changes: Any) -> EngineInfo:
         "dcp_size": placement.shares[0].ranks,
         "interleave": placement.shares[0].interleave,
         "backend": "nixl",
-        "agent_metadata": b"\x00agent\xff",
+        "agents": (b"\x00agent\xff",),
         "kv_lease_duration": 30.0,
         "kv_lease_extension": 20.0,
         "heartbeat_interval": 5.0,
@@ -103,6 +103,14 @@ def test_an_engine_comes_back_as_it_was(info: EngineInfo) -> None:
     assert isinstance(decoded.parts[-1].regions[-1], RankMemory)
 
 
+def test_an_engine_says_who_has_the_memory_of_which_rank() -> None:
+    info = engine(SHARDED, agents=(b"a", b"b", b"c"), parts=(spread_part(3),))
+    decoded = decode_engine(encode_engine(info))
+    assert decoded == info
+    assert [region.agent for region in decoded.parts[0].regions] == [0, 0, 1, 1, 2, 2]
+    assert len({decoded.agent_name(agent) for agent in range(3)}) == 3
+
+
 def test_an_engine_of_many_ranks_fits_into_a_frame() -> None:
     shape = {"layers": 78, "kv_heads": 1, "page_size": 64}
     info = engine(KVPlacement.decode(1024, 1024, interleave=64, **shape))
@@ -110,6 +118,16 @@ def test_an_engine_of_many_ranks_fits_into_a_frame() -> None:
 
 
 SHARDED = KVPlacement.decode(6, 2, interleave=4, **SHAPE)
+
+
+def spread_part(agents: int, placement: KVPlacement = SHARDED) -> PartInfo:
+    """With as many ranks at each agent."""
+    share = placement.num_ranks // agents
+    spread = [
+        dataclasses.replace(region, agent=rank // share)
+        for rank, region in enumerate(regions(placement))
+    ]
+    return part(placement, regions=tuple(spread))
 
 
 def with_region(**changes: int) -> dict[str, Any]:
@@ -129,13 +147,16 @@ def with_region(**changes: int) -> dict[str, Any]:
         ({"heartbeat_interval": 0.0}, "heartbeat_interval=0.0"),
         ({"kv_lease_duration": float("inf")}, "kv_lease_duration=inf"),
         ({"parts": ()}, "one cache part"),
+        ({"agents": ()}, r"agents=0, found=\[0\], part='kv'"),
+        ({"agents": (b"a", b"b")}, r"agents=2, found=\[0\]"),
+        ({"agents": (b"a",), "parts": (spread_part(2),)}, r"agents=1, found=\[0, 1\]"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], rule: str) -> None:
     fields = msgspec.msgpack.decode(encode_engine(engine(SHARDED)))
     with pytest.raises(TransferError, match=rule):
         engine(SHARDED, **changes)
-    fields |= msgspec.to_builtins(changes)
+    fields |= msgspec.to_builtins(changes, builtin_types=(bytes,))
     with pytest.raises(TransferError, match=rule):
         decode_engine(msgspec.msgpack.encode(fields))
 
@@ -208,7 +229,9 @@ def test_pages_may_have_gaps() -> None:
             ),
             True,
         ),
-        (("agent_metadata",), 5),
+        (("agents",), 5),
+        (("agents",), ["text"]),
+        (("parts", 0, "regions", 0, "agent"), None),
         (("parts", 0, "name"), ""),
         (("parts", 0, "layers", 0), -1),
         (("parts", 0, "cache_format"), 1),
@@ -254,8 +277,8 @@ def test_each_factor_is_in_the_hash(name: str) -> None:
 
 def test_the_hash_is_the_same_in_every_process() -> None:
     """A change of it makes engines of two releases refuse each other: raise the version too."""
-    assert CONNECTOR_VERSION == 3
-    expected = "dd182a529ed700acd8ce4f1212c0fc3e9516447bcd65cb9367d2b1b0ce67eb4e"
+    assert CONNECTOR_VERSION == 4
+    expected = "fd99b840f9ad4d1a448708d1f166edd55fb6cf656f1c0ee083cbaf8f6fa0f1be"
     assert engine().compatibility == expected
     assert engine(factors=dict(reversed(FACTORS.items()))).compatibility == expected
 
@@ -284,7 +307,7 @@ UNEVEN = {**SHAPE, "page_size": 24}
             engine(factors=MORE_FACTORS),
             f"same compatibility.*{engine(factors=MORE_FACTORS).compatibility}",
         ),
-        (engine(connector_version=4), "same connector_version .ours=3, theirs=4"),
+        (engine(connector_version=5), "same connector_version .ours=4, theirs=5"),
         (engine(backend="mooncake"), "same backend .ours='nixl', theirs='mooncake'"),
         (engine(parts=(part(token_bytes=256),)), "same token_bytes .ours=512, theirs=256"),
         (
