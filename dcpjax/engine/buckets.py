@@ -1,6 +1,6 @@
 """The sizes that steps are compiled for. Host only."""
 
-from dcpjax.config import EngineConfig
+from dcpjax.config import EngineConfig, GlmConfig, ModelConfig
 
 LEAST_CONTEXT = 2048
 """Tokens of the shortest page table that steps are compiled for, where there are several."""
@@ -31,6 +31,26 @@ def prefill_buckets(config: EngineConfig) -> tuple[tuple[int, int], ...]:
     short = whole(min(64, longest))
     several = min(4, config.max_num_seqs, longest // short)
     return tuple(dict.fromkeys([(1, short), (max(1, several), short), (1, longest)]))
+
+
+def expanded_contexts(
+    config: EngineConfig, model: ModelConfig, longest: int, *, is_static: bool
+) -> tuple[int, ...]:
+    """``StepShapes.expanded_contexts`` of a model, for sequences up to ``longest``.
+
+    A sparse model has both forms of prompts: expanded ones would attend to all tokens, which is
+    right until there are more than the indexer chooses.
+
+    Args:
+        is_static: steps have the static form, see :func:`check_attention`.
+    """
+    attention = config.attention_config
+    is_forced = attention is not None and attention.sparse_mla_force_mqa
+    if is_static or is_forced or not isinstance(model, GlmConfig):
+        return (0,)
+    if model.indexer is None or longest <= model.indexer.top_k:
+        return (longest,)
+    return (model.indexer.top_k, 0)
 
 
 def context_buckets(longest: int) -> tuple[int, ...]:

@@ -93,12 +93,16 @@ class StepShapes:
         fixed_cost: what a step costs beside its prompt tokens, counted in prompt tokens.
         decode_widths: tokens of a decode segment, drafts included, ascending. Beside prompts all
             have the last one.
+        expanded_contexts: how prompts are computed: while their sequences have at most so many
+            tokens, from keys and values of each head that are made from latents. 0: from what is
+            cached as it is.
     """
 
     decode_rows: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
     fixed_cost: int = 64
     decode_widths: tuple[int, ...] = (1,)
+    expanded_contexts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         sizes = [*self.decode_rows, *(size for shape in self.prefill for size in shape)]
