@@ -183,7 +183,7 @@ def requests() -> list[Request]:
         for number, length in enumerate((1, 15, 4, 16, 17, 13, 23, 24, 5, 25, 47))
     ]
     return [
-        request_of(f"{number} of {len(prompt)}", prompt, max_tokens=(30, 1, 9)[number % 3])
+        request_of(f"{number} of {len(prompt)}", prompt, max_tokens=(40, 1, 33)[number % 3])
         for number, prompt in enumerate(prompts)
     ]
 
