@@ -21,7 +21,7 @@ from dcpjax.engine.step import StepShape
 from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from tests.engine.drafting_glm import drafting_glm
-from tests.engine.serving import Served, engine_of, opening_engines, request_of, serve
+from tests.engine.serving import Served, opening_engines, request_of, serve
 from tests.engine.workload import assert_same
 from tests.golden.tiny import CONFIGS, random_tokens, write_tiny_model
 from tests.golden.tiny_glm import write_tiny_glm
@@ -262,16 +262,16 @@ ROUNDED = [("wide", "fp8_ds_mla", 2), ("wide", "fp8", 1), ("wide", "bfloat16", 2
         for case in ROUNDED
     ],
 )
-def test_rounded_caches_give_the_tokens_of_the_absorbed_form(model, kv_cache_dtype, dcp, models):
+def test_rounded_caches_give_the_tokens_of_the_absorbed_form(
+    model, kv_cache_dtype, dcp, open_engine
+):
     """Both forms have each row from where the other has it: from pages, or from registers."""
-    few = {"kv_cache_dtype": kv_cache_dtype, "num_pages": 60, "block_size": 8, "max_num_seqs": 2}
-    served = []
-    for settings in ({}, FORCED):
-        engine = engine_of(models[model], **SMALL | few | ranks(dcp) | settings)
-        served.append(serve(engine, requests()))
-        engine.close()
-    for request, expected in served[1].items():
-        assert_same(served[0][request], expected)
+    few = {"kv_cache_dtype": kv_cache_dtype, "num_pages": 60, **ranks(dcp)}
+    expanded, absorbed = (
+        serve(open_engine(model, **few, **more), requests()) for more in ({}, FORCED)
+    )
+    for request, expected in absorbed.items():
+        assert_same(expanded[request], expected)
 
 
 def test_prefixes_go_on_in_either_form(open_engine):
