@@ -16,8 +16,8 @@ class AttentionConfig:
     Attributes:
         sparse_mla_force_mqa: prompts of a model with a latent cache attend to latents as they are,
             which all heads share, as decode steps do. False: to keys and values of each head, made
-            from the latents, wherever every token before the query counts. None: as False where
-            steps have such a form.
+            from the latents, wherever every token before the query counts. None: as False, where
+            steps have such a form and it takes less computing.
     """
 
     sparse_mla_force_mqa: bool | None = None

@@ -19,6 +19,7 @@ from dcpjax.engine.buckets import (
     context_buckets,
     decode_buckets,
     expanded_contexts,
+    least_expanded_width,
     prefill_buckets,
 )
 from dcpjax.engine.model_rules import (
@@ -229,6 +230,7 @@ class Blueprint:
             expanded_contexts=expanded_contexts(
                 self.config, self.model, self.max_model_len, is_static=self.form.is_static
             ),
+            least_expanded_width=least_expanded_width(self.config, self.model),
         )
 
     @property

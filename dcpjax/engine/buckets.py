@@ -53,6 +53,25 @@ def expanded_contexts(
     return (model.indexer.top_k, 0)
 
 
+def least_expanded_width(config: EngineConfig, model: ModelConfig) -> int:
+    """``StepShapes.least_expanded_width`` of a model: from there on it takes fewer products.
+
+    With latents of R columns, keys of Dn and values of Dv, a prior token costs ``R · (Dn + Dv)`` to
+    expand for a head and a chunk, and saves ``2 R − Dn − Dv`` for each query of the chunk. A sparse
+    model also saves its indexer's scores, and reads of single rows: it gains at any width.
+    """
+    attention = config.attention_config
+    is_asked = attention is not None and attention.sparse_mla_force_mqa is not None
+    if is_asked or not isinstance(model, GlmConfig) or model.indexer is not None:
+        return 1
+    made = model.qk_nope_head_dim + model.v_head_dim
+    saved = 2 * model.kv_lora_rank - made
+    chunks = 2 * config.prefill_context_parallel_size if config.residency is not None else 1
+    if saved <= 0:
+        return config.max_num_batched_tokens + 1
+    return chunks * (model.kv_lora_rank * made // saved + 1)
+
+
 def context_buckets(longest: int) -> tuple[int, ...]:
     """Lengths of sequences that steps are compiled for: each twice the one before, to the longest.
 

@@ -20,7 +20,7 @@ def all_shapes(
     blocks += [
         (most, rows, width, widest, context)
         for rows, width in shapes.prefill
-        for context in shapes.expanded_contexts
+        for context in shapes.contexts_of(width)
     ]
     return [
         StepShape(rows, prefill_rows, prefill_width, table, decode_width, checks_prefixes, context)

@@ -4,6 +4,7 @@ With a sparse model that is decided chunk by chunk: those that end within ``inde
 later ones are not, in one prompt as in those beside it.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tests.golden.tiny_glm import write_tiny_glm
 TOP_K, CHUNK, LONGEST, VOCABULARY = 24, 16, 96, 61
 FORCED = {"attention_config": {"sparse_mla_force_mqa": True}}
 NOT_FORCED = {"attention_config": {"sparse_mla_force_mqa": False}}
-SMALL = {
+SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": CHUNK,
     "max_model_len": LONGEST,
@@ -94,7 +95,7 @@ def blueprint_of(checkpoint: Checkpoint, **settings: Any) -> Blueprint:
         ("drafting", {"max_model_len": TOP_K - 1}, (TOP_K - 1,)),
         ("drafting", FORCED, (0,)),
         ("drafting", {"step_form": "static"}, (0,)),
-        ("v3", {}, (LONGEST,)),
+        ("v3", NOT_FORCED, (LONGEST,)),
         ("v3", FORCED, (0,)),
         ("llama", {}, (0,)),
     ],
@@ -106,6 +107,36 @@ def test_programs_are_two_only_where_a_prompt_decides(model, settings, contexts,
     assert [s for s in compiled if s.is_expanded and not s.prefill_rows] == []
     prompts = len(shapes.prefill) * len(contexts)
     assert len(compiled) == len(set(map(str, compiled))) == len(shapes.decode_rows) + prompts
+
+
+def widths_of(checkpoint: Checkpoint, **settings: Any) -> dict[int, tuple[int, ...]]:
+    shapes = blueprint_of(checkpoint, max_num_batched_tokens=512, **settings).step_shapes
+    return {width: shapes.contexts_of(width) for _, width in shapes.prefill}
+
+
+def test_narrow_chunks_of_a_dense_model_gain_nothing(models):
+    """16 columns to keys of 10 and values of 14: from 16 · 24 / (32 − 24) = 48 queries on, less."""
+    dense = models["v3"]
+    width = blueprint_of(dense).step_shapes.least_expanded_width
+    assert width == 49
+    assert widths_of(dense) == {64: (LONGEST,), 512: (LONGEST,)}
+    pcp = {"prefill_context_parallel_size": 2}  # a rank computes a quarter of a chunk at a time
+    assert widths_of(dense, **pcp) == {64: (0,), 512: (LONGEST,)}
+    assert widths_of(dense, **pcp, **NOT_FORCED) == {64: (LONGEST,), 512: (LONGEST,)}
+    assert widths_of(models["drafting"], **pcp) == {64: (TOP_K, 0), 512: (TOP_K, 0)}
+    short = dataclasses.replace(dense.config, kv_lora_rank=12)  # as many as are made of them
+    assert widths_of(dataclasses.replace(dense, config=short)) == {64: (0,), 512: (0,)}
+
+
+def test_glm_and_deepseek_gain_with_chunks_of_hundreds(models):
+    """171 and 398 of the architecture page."""
+    for sizes, least in (((512, 128, 128), 171), ((512, 192, 256), 399)):
+        latent, nope, value = sizes
+        config = dataclasses.replace(
+            models["v3"].config, kv_lora_rank=latent, qk_nope_head_dim=nope, v_head_dim=value
+        )
+        shapes = blueprint_of(dataclasses.replace(models["v3"], config=config)).step_shapes
+        assert shapes.least_expanded_width == least
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -191,7 +222,7 @@ def requests() -> list[Request]:
 @pytest.fixture(scope="module")
 def open_engine(models) -> Iterator[Callable[..., Engine]]:
     with opening_engines() as open_one:
-        yield lambda model, **settings: open_one(models[model], **SMALL | settings)
+        yield lambda model, **settings: open_one(models[model], **SMALL | NOT_FORCED | settings)
 
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
