@@ -32,6 +32,7 @@ from dcpjax.models.weights import place_model, random_weights
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 STEPS = 5
+DECODE = StepShape(1, 0, 0, table_width=0)
 
 # Every token has all experts, so that a step reads all weights.
 SPARSE = GlmConfig(
@@ -55,14 +56,17 @@ MODELS = {"dense": dataclasses.replace(SPARSE, indexer=None), "sparse": SPARSE}
 
 @dataclass(frozen=True)
 class Bench:
-    """One compiled decode step of one sequence, its pools full of random rows."""
+    """One compiled step of one sequence, its pools full of random rows."""
 
-    run: Callable[[int], None]  # a step at this context
+    run: Callable[[int], None]  # a step behind so many tokens
     weight_bytes: int
 
 
-def make_bench(model: GlmConfig, block_size: int) -> Bench:
-    settings = {"block_size": block_size, "max_num_seqs": 1, "max_model_len": CONTEXTS[-1] + 1}
+def make_bench(
+    model: GlmConfig, block_size: int, shape: StepShape = DECODE, longest: int = CONTEXTS[-1] + 1
+) -> Bench:
+    """Of a step of this shape, its page table apart, for sequences up to ``longest``."""
+    settings = {"block_size": block_size, "max_num_seqs": 1, "max_model_len": longest}
     config = EngineConfig.from_settings("random", settings)
     blueprint = Blueprint(config, model, "cpu", "float32")
     mesh = decode_mesh(jax.devices()[:1], 1)
@@ -71,7 +75,7 @@ def make_bench(model: GlmConfig, block_size: int) -> Bench:
     placed = place_model(random_weights(nothing, 0), blueprint.sharding, mesh, jnp.float32)
     (table_width,) = blueprint.table_widths
     pool_shapes = blueprint.pool_shapes(table_width)
-    shape = StepShape(1, 0, 0, table_width)
+    shape = dataclasses.replace(shape, table_width=table_width)
     step = make_step(
         placed,
         shape,
@@ -93,12 +97,12 @@ def make_bench(model: GlmConfig, block_size: int) -> Bench:
     compiled = jax.jit(step, donate_argnums=1)
     state = {"pools": pools}
 
-    def run(context: int) -> None:
+    def run(prior: int) -> None:
         packed = np.zeros(shape.packed_size, np.int32)
         views = shape.views(packed)
         views["sources"][:] = FROM_HOST
         views["page_tables"][0] = table
-        views["prior_lengths"][0], views["num_tokens"][0] = context, 1
+        views["prior_lengths"][0], views["num_tokens"][0] = prior, shape.num_tokens
         result = compiled(placed.parameters, state["pools"], packed, previous, ranks)
         state["pools"] = jax.block_until_ready(result[0])
 

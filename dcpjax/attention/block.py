@@ -42,7 +42,7 @@ class TokenSharding:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["page_tables", "prior_lengths", "num_tokens", "own", "rank", "layer_rank"],
-    meta_fields=["width", "sharding"],
+    meta_fields=["width", "sharding", "is_expanded"],
 )
 @dataclass(frozen=True)
 class Block:
@@ -50,7 +50,8 @@ class Block:
 
     ``own`` lists, per segment, the token offsets that this rank keeps: width / ranks of them where
     the width splits evenly, else all (and then ownership is a matter of masks). ``layer_rank`` is
-    this rank among those that split the layers, if any do.
+    this rank among those that split the layers, if any do. ``is_expanded``: where a model caches
+    latents, the queries meet keys and values of each head, see ``attention/expanded.py``.
     """
 
     width: int
@@ -61,6 +62,7 @@ class Block:
     rank: Integer[Array, ""]
     sharding: TokenSharding
     layer_rank: Integer[Array, ""] | None = None
+    is_expanded: bool = False
 
     @property
     def rows(self) -> int:
@@ -92,7 +94,7 @@ class Block:
         )
         rank = jnp.zeros_like(self.rank)
         segments = (self.page_tables, self.prior_lengths, self.num_tokens)
-        return make_block(self.width, *segments, rank, sharding)
+        return make_block(self.width, *segments, rank, sharding, is_expanded=self.is_expanded)
 
     def take_own(self, tokens: Array) -> Array:
         """Of values per token [B · width, ...] those of ``own``: [B, S, ...]."""
@@ -150,6 +152,8 @@ def make_block(
     rank: Integer[Array, ""],
     sharding: TokenSharding,
     layer_rank: Integer[Array, ""] | None = None,
+    *,
+    is_expanded: bool = False,
 ) -> Block:
     """A block seen by ``rank``."""
     if sharding.splits(width):
@@ -158,7 +162,7 @@ def make_block(
         offsets = jnp.arange(width, dtype=prior_lengths.dtype)
         own = jnp.broadcast_to(offsets, (page_tables.shape[0], width))
     segments = (page_tables, prior_lengths, num_tokens)
-    return Block(width, *segments, own, rank, sharding, layer_rank)
+    return Block(width, *segments, own, rank, sharding, layer_rank, is_expanded)
 
 
 @runtime_checkable

@@ -1,20 +1,45 @@
 """Attention of a segment's queries to its own tokens, without the products above the diagonal."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Integer
 
 from dcpjax.attention.softmax import Running, attend, nothing_seen
-from dcpjax.layout import local_filled
+from dcpjax.layout import active_mask, local_filled
 
 QUERY_TILE = 128
 """Queries that see a segment's own tokens together; those after them all are left out.
 
 Measured on CPU: 512 queries take 0.63 to 0.71 of the time that they take without tiles.
 """
+
+
+def attend_own(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "S K D"],
+    v: Float[Array, "S K Dv"],
+    prior_length: Integer[Array, ""],
+    positions: Integer[Array, " S"],
+    rank: Integer[Array, ""] | int,
+    *,
+    ranks: int,
+    interleave: int,
+    scale: float,
+) -> Running:
+    """Attention of a segment to those of its own tokens that ``rank`` has; nothing is read.
+
+    Arguments as those of :func:`dcpjax.attention.segment.segment_attention`.
+    """
+    query_positions = prior_length + jnp.arange(q.shape[0], dtype=prior_length.dtype)
+    own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
+    visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
+    values = jnp.where(own[:, None, None], v, jnp.zeros((), v.dtype))  # 0 · NaN would be NaN
+    bounds = partial(own_bounds, q.shape[0], k.shape[0], ranks=ranks, interleave=interleave)
+    return attend_current(group_queries(q, k.shape[1]), k, values, visible, bounds, scale)
 
 
 def attend_current(

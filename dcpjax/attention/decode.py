@@ -6,10 +6,12 @@ collectives with ``ag_rs`` (queries, lse, outputs), two with ``a2a``; none witho
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 from jaxtyping import Float, Shaped
 
 from dcpjax.attention.block import Block
@@ -20,7 +22,7 @@ from dcpjax.attention.segment import (
     segments_attention,
     static_segments_attention,
 )
-from dcpjax.cache.rows import PLAIN, RowFormat, write_rows
+from dcpjax.cache.rows import PLAIN, RowFormat, read_rows, write_rows
 from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import DCP
 
@@ -58,6 +60,19 @@ def gather_heads(q: Float[Array, "T h D"], block: Block) -> Float[Array, "T H D"
     return lax.all_gather(q, DCP, axis=1, tiled=True)
 
 
+def gather_weights(
+    weights: tuple[Float[Array, "h ..."], ...], block: Block
+) -> tuple[Float[Array, "H ..."], ...]:
+    """Weights of the heads whose queries :func:`gather_heads` gathers. One message."""
+    if block.sharding.ranks == 1 or lax.axis_size(DCP) == 1:
+        return weights
+    flat = jnp.concatenate([one.reshape(one.shape[0], -1) for one in weights], axis=1)
+    stops = list(accumulate(one[0].size for one in weights))
+    parts = jnp.split(lax.all_gather(flat, DCP, tiled=True), stops[:-1], axis=1)
+    shapes = (one.shape[1:] for one in weights)
+    return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
+
+
 def merge_heads(
     out: Float[Array, "T H Dv"], lse: Float[Array, "T H"], block: Block, comm_backend: str
 ) -> Float[Array, "T h Dv"]:
@@ -85,6 +100,22 @@ def write_block(
     pages, offsets = block.write_slots()
     rows = own.reshape(pages.shape[0], *own.shape[2:])
     return write_rows(pool, layer, pages, offsets, rows, row_format)
+
+
+def read_block(
+    pool: Array,
+    layer: int | Array,
+    block: Block,
+    dtype: DTypeLike,
+    row_format: RowFormat = PLAIN,
+) -> Float[Array, "B S k W"]:
+    """What :func:`write_block` has written, as values of ``dtype``.
+
+    Of tokens that are not kept here, anything.
+    """
+    pages, offsets = block.write_slots()
+    rows = read_rows(pool, layer, pages, offsets, dtype, row_format)
+    return rows.reshape(*block.own.shape, *rows.shape[1:])
 
 
 def attend_block(

@@ -115,6 +115,7 @@ def pair_block(segments: Block, ranks: int, pcp_rank: Integer[Array, ""]) -> Pai
         counts.reshape(-1),
         jnp.zeros_like(segments.rank),
         _whole(segments.sharding),
+        is_expanded=segments.is_expanded,
     )
     return PairedBlock(chunks, segments, pcp_rank)
 

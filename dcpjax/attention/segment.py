@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, Shaped
 
-from dcpjax.attention.current import attend_current, flatten_heads, group_queries, own_bounds
+from dcpjax.attention.current import attend_own, flatten_heads, group_queries
 from dcpjax.attention.softmax import Running, attend, finish
 from dcpjax.cache import formats
 from dcpjax.form import StepForm, repeat
-from dcpjax.layout import active_mask, local_filled
+from dcpjax.layout import local_filled
 
 READ_TOKENS = {False: 256, True: 512}
 """Prior tokens read at a time, for few queries and for many (a prompt chunk).
@@ -63,7 +63,7 @@ def segment_attention(
     Returns:
         out, lse (natural log), both float32; (0, −inf) for a query that sees nothing here.
     """
-    begin = _begin(q, pages, prior_length, k, v, positions, rank, ranks, interleave, scale)
+    begin = _begin(q, prior_length, k, v, positions, rank, ranks, interleave, scale)
     prior = _Prior(pages, layer, q.shape[0], page_table.shape[0], q.shape[-1], v.shape[-1], scale)
     read = lax.fori_loop(
         0,
@@ -95,7 +95,7 @@ def segments_attention(
     make XLA copy the pool on JAX 0.9, and a batch of equal reads would read as far as the longest.
     """
     rows = (q, prior_lengths, k, v, positions)
-    begin = _begin_rows(rows, pages, rank, ranks, interleave, scale)
+    begin = _begin_rows(rows, rank, ranks, interleave, scale)
     tokens, width = q.shape[1], page_tables.shape[1]
     prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale)
     trips = jax.vmap(lambda segment: segment.trips(prior))(begin)
@@ -140,7 +140,7 @@ def static_segments_attention(
     sequence of the batch needs.
     """
     rows = (q, prior_lengths, k, v, positions)
-    begin = _begin_rows(rows, pages, rank, ranks, interleave, scale)
+    begin = _begin_rows(rows, rank, ranks, interleave, scale)
     tokens, width = q.shape[1], page_tables.shape[1]
     prior = _Prior(pages, layer, tokens, width, q.shape[-1], v.shape[-1], scale, form.read_tokens)
 
@@ -173,7 +173,6 @@ class _Segment(NamedTuple):
 
 def _begin(
     q: Array,
-    pages: Array,
     prior_length: Array | int,
     k: Array,
     v: Array,
@@ -184,21 +183,14 @@ def _begin(
     scale: float,
 ) -> _Segment:
     """Attention to the segment's own tokens, before anything is read from pages."""
-    prior_length = jnp.asarray(prior_length)
-    query_positions = prior_length + jnp.arange(q.shape[0], dtype=prior_length.dtype)
-    own = active_mask(positions, rank, ranks=ranks, interleave=interleave)
-    visible = own[None, :] & (positions[None, :] <= query_positions[:, None])
-    values = jnp.where(own[:, None, None], v, jnp.zeros((), v.dtype))  # 0 · NaN would be NaN
-    queries = group_queries(q, pages.shape[-3])
-    bounds = partial(own_bounds, q.shape[0], k.shape[0], ranks=ranks, interleave=interleave)
-    running = attend_current(queries, k, values, visible, bounds, scale)
-    held = local_filled(prior_length, rank, ranks=ranks, interleave=interleave)
-    return _Segment(flatten_heads(queries), held, running)
+    prior_length, layout = jnp.asarray(prior_length), {"ranks": ranks, "interleave": interleave}
+    running = attend_own(q, k, v, prior_length, positions, rank, scale=scale, **layout)
+    held = local_filled(prior_length, rank, **layout)
+    return _Segment(flatten_heads(group_queries(q, k.shape[1])), held, running)
 
 
 def _begin_rows(
     rows: tuple[Array, ...],
-    pages: Array,
     rank: Array | int,
     ranks: int,
     interleave: int,
@@ -207,7 +199,7 @@ def _begin_rows(
     """As :func:`_begin` for each row of (q, prior_length, k, v, positions)."""
 
     def begin(q: Array, length: Array, k: Array, v: Array, positions: Array) -> _Segment:
-        return _begin(q, pages, length, k, v, positions, rank, ranks, interleave, scale)
+        return _begin(q, length, k, v, positions, rank, ranks, interleave, scale)
 
     return jax.vmap(begin)(*rows)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from dcpjax.config.attention import AttentionConfig as AttentionConfig
 from dcpjax.config.checks import has_type as has_type
 from dcpjax.config.checks import type_words as type_words
 from dcpjax.config.distributed import DistributedConfig as DistributedConfig

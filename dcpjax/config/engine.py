@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from dcpjax.config.attention import AttentionConfig
 from dcpjax.config.checks import COUNT, FILLED, SEED, check_types
 from dcpjax.config.distributed import DistributedConfig
 from dcpjax.config.pcp_rules import check_pcp, check_without_pcp
@@ -32,6 +33,13 @@ StepFormName = Literal["auto", "dynamic", "static", "unrolled"]
 
 _OTHER_NUMBERS = ("seed", "node_rank", "master_port")
 """Integers that may be 0, or whose rule stands elsewhere."""
+
+_OBJECTS = {
+    "kv_transfer_config": KVTransferConfig,
+    "speculative_config": SpeculativeConfig,
+    "attention_config": AttentionConfig,
+}
+"""Settings that are objects with settings of their own."""
 
 
 def _option(default: Any, help: str, *flags: str, **extra: Any) -> Any:
@@ -112,6 +120,11 @@ class EngineConfig:
         None,
         "verify several proposed tokens per step, as JSON: "
         '\'{"method": "ngram", "num_speculative_tokens": 3}\' proposes what followed before',
+    )
+    attention_config: AttentionConfig | None = _option(
+        None,
+        "how attention is computed, as JSON: '{\"sparse_mla_force_mqa\": true}' reads latents as "
+        "they are in prompts too, instead of keys and values made from them",
     )
     apply_prefill_dcp: bool = _option(
         False, "order the ranks as a prefill engine with DCP on Neuron does: DCP is the slow axis"
@@ -257,12 +270,8 @@ class EngineConfig:
                 f"unknown setting{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
                 known=sorted(known),
             )
-        transfer = settings.get("kv_transfer_config")
-        if isinstance(transfer, Mapping):
-            transfer = KVTransferConfig.from_settings(cast(Mapping[str, Any], transfer))
-            settings["kv_transfer_config"] = transfer
-        speculative = settings.get("speculative_config")
-        if isinstance(speculative, Mapping):
-            speculative = SpeculativeConfig.from_settings(cast(Mapping[str, Any], speculative))
-            settings["speculative_config"] = speculative
+        for name, kind in _OBJECTS.items():
+            value = settings.get(name)
+            if isinstance(value, Mapping):
+                settings[name] = kind.from_settings(cast(Mapping[str, Any], value))
         return cls(model=model, **settings)

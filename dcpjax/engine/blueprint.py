@@ -14,14 +14,21 @@ from dcpjax.cache.parts import INDEXER, LATENT, CachePart, cache_parts
 from dcpjax.cache.pool import PoolShapes, part_shape
 from dcpjax.cache.rows import PLAIN, RowFormat
 from dcpjax.cache.scaled_rows import FP8_DS_MLA, scaled_format
-from dcpjax.config import (
-    EngineConfig,
-    GlmConfig,
-    ModelConfig,
-    SpeculativeConfig,
+from dcpjax.config import EngineConfig, GlmConfig, ModelConfig
+from dcpjax.engine.buckets import (
+    context_buckets,
+    decode_buckets,
+    expanded_contexts,
+    least_expanded_width,
+    prefill_buckets,
 )
-from dcpjax.engine.buckets import context_buckets, decode_buckets, prefill_buckets
-from dcpjax.engine.model_rules import check_latent_model, check_neuron, check_pcp_model
+from dcpjax.engine.model_rules import (
+    check_attention,
+    check_latent_model,
+    check_neuron,
+    check_pcp_model,
+    check_speculation,
+)
 from dcpjax.engine.plan import StepShapes
 from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.form import StepForm, form_for
@@ -100,6 +107,7 @@ class Blueprint:
     def sharding(self) -> Sharding:
         """How the model is spread over the mesh."""
         config = self.config
+        check_attention(config, self.model, is_static=self.form.is_static)
         if isinstance(self.model, GlmConfig):
             check_latent_model(config, self.model)
         if config.residency is not None:
@@ -219,6 +227,10 @@ class Blueprint:
             decode_rows=decode_buckets(least, self.config.max_num_seqs),
             prefill=prefill_buckets(self.config),
             decode_widths=self._decode_widths,
+            expanded_contexts=expanded_contexts(
+                self.config, self.model, self.max_model_len, is_static=self.form.is_static
+            ),
+            least_expanded_width=least_expanded_width(self.config, self.model),
         )
 
     @property
@@ -227,23 +239,8 @@ class Blueprint:
         speculation = self.config.speculative_config
         if speculation is None:
             return (1,)
-        self._check_speculation(speculation)
+        check_speculation(speculation, self.model, self.max_model_len)
         return (1, speculation.width) if speculation.method == "ngram" else (speculation.width,)
-
-    def _check_speculation(self, speculation: SpeculativeConfig) -> None:
-        if speculation.width > self.max_model_len:
-            raise ConfigError(
-                "num_speculative_tokens is below max_model_len",
-                num_speculative_tokens=speculation.num_speculative_tokens,
-                max_model_len=self.max_model_len,
-            )
-        has_draft_layer = isinstance(self.model, GlmConfig) and self.model.num_draft_layers > 0
-        if speculation.method == "mtp" and not has_draft_layer:
-            raise UnsupportedCombination(
-                "the speculation method 'mtp' needs a model with a draft layer; 'ngram' needs none",
-                method=speculation.method,
-                architecture=self.model.architecture,
-            )
 
     @property
     def table_widths(self) -> tuple[int, ...]:

@@ -3,8 +3,14 @@
 from collections.abc import Mapping
 
 from dcpjax.cache.parts import CachePart
-from dcpjax.config import EngineConfig, GlmConfig, ModelConfig, broken_neuron_rules
-from dcpjax.errors import UnsupportedCombination
+from dcpjax.config import (
+    EngineConfig,
+    GlmConfig,
+    ModelConfig,
+    SpeculativeConfig,
+    broken_neuron_rules,
+)
+from dcpjax.errors import ConfigError, UnsupportedCombination
 from dcpjax.models.experts import rank_experts
 
 
@@ -37,6 +43,45 @@ def check_neuron(config: EngineConfig, model: ModelConfig) -> None:
     transfers_kv = config.kv_transfer_config is not None
     for error in broken_neuron_rules(config, model, transfers_kv=transfers_kv):
         raise error
+
+
+def check_attention(config: EngineConfig, model: ModelConfig, *, is_static: bool) -> None:
+    """Refuse a form of prompts that the model or the form of steps does not have."""
+    asked = config.attention_config and config.attention_config.sparse_mla_force_mqa
+    if asked is None:
+        return
+    if not isinstance(model, GlmConfig):
+        raise UnsupportedCombination(
+            "sparse_mla_force_mqa says how prompts meet latents, and the model caches none",
+            sparse_mla_force_mqa=asked,
+            architecture=model.architecture,
+        )
+    if is_static and not asked:
+        raise UnsupportedCombination(
+            "steps of the static form never expand latents: they would expand those of a whole "
+            "page table, however short a prompt is; leave sparse_mla_force_mqa out, or true",
+            sparse_mla_force_mqa=asked,
+            step_form=config.step_form,
+        )
+
+
+def check_speculation(
+    speculation: SpeculativeConfig, model: ModelConfig, max_model_len: int
+) -> None:
+    """Refuse drafts that are longer than any sequence, or of a layer that the model lacks."""
+    if speculation.width > max_model_len:
+        raise ConfigError(
+            "num_speculative_tokens is below max_model_len",
+            num_speculative_tokens=speculation.num_speculative_tokens,
+            max_model_len=max_model_len,
+        )
+    has_draft_layer = isinstance(model, GlmConfig) and model.num_draft_layers > 0
+    if speculation.method == "mtp" and not has_draft_layer:
+        raise UnsupportedCombination(
+            "the speculation method 'mtp' needs a model with a draft layer; 'ngram' needs none",
+            method=speculation.method,
+            architecture=model.architecture,
+        )
 
 
 def check_latent_model(config: EngineConfig, model: GlmConfig) -> None:

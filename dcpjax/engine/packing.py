@@ -16,12 +16,16 @@ def all_shapes(
 ) -> list[StepShape]:
     """Decode alone in every size; prompts beside the most decode rows, which then cost little."""
     most, widest = max(shapes.decode_rows), max(shapes.decode_widths)
-    blocks = [(rows, 0, 0, n) for n in shapes.decode_widths for rows in shapes.decode_rows]
-    blocks += [(most, rows, width, widest) for rows, width in shapes.prefill]
+    blocks = [(rows, 0, 0, n, 0) for n in shapes.decode_widths for rows in shapes.decode_rows]
+    blocks += [
+        (most, rows, width, widest, context)
+        for rows, width in shapes.prefill
+        for context in shapes.contexts_of(width)
+    ]
     return [
-        StepShape(rows, prefill_rows, prefill_width, table, decode_width, checks_prefixes)
+        StepShape(rows, prefill_rows, prefill_width, table, decode_width, checks_prefixes, context)
         for table in table_widths
-        for rows, prefill_rows, prefill_width, decode_width in blocks
+        for rows, prefill_rows, prefill_width, decode_width, context in blocks
     ]
 
 
@@ -33,6 +37,7 @@ def smallest_fitting(shapes: Sequence[StepShape], plan: StepPlan, page_tokens: i
     """
     stop = max((segment.start + segment.num_computed for segment in plan.segments), default=0)
     width = max((segment.num_computed for segment in plan.decode), default=1)
+    prompts = max((segment.stop for segment in plan.prefill), default=0)
     fitting = (
         shape
         for shape in shapes
@@ -41,8 +46,12 @@ def smallest_fitting(shapes: Sequence[StepShape], plan: StepPlan, page_tokens: i
         and shape.decode_width >= width
         and shape.prefill_rows >= len(plan.prefill)
         and (not plan.prefill or shape.prefill_width >= plan.prefill_width)
+        and (not shape.is_expanded or shape.expanded_context >= prompts)
     )
-    return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows, shape.table_width))
+    return min(
+        fitting,
+        key=lambda shape: (shape.num_tokens, shape.rows, shape.table_width, not shape.is_expanded),
+    )
 
 
 def pack(

@@ -93,12 +93,18 @@ class StepShapes:
         fixed_cost: what a step costs beside its prompt tokens, counted in prompt tokens.
         decode_widths: tokens of a decode segment, drafts included, ascending. Beside prompts all
             have the last one.
+        expanded_contexts: how prompts are computed: while their sequences have at most so many
+            tokens, from keys and values of each head that are made from latents. 0: from what is
+            cached as it is.
+        least_expanded_width: narrower prompt blocks are always computed as for 0.
     """
 
     decode_rows: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
     fixed_cost: int = 64
     decode_widths: tuple[int, ...] = (1,)
+    expanded_contexts: tuple[int, ...] = (0,)
+    least_expanded_width: int = 1
 
     def __post_init__(self) -> None:
         sizes = [*self.decode_rows, *(size for shape in self.prefill for size in shape)]
@@ -117,6 +123,10 @@ class StepShapes:
     def max_drafts(self) -> int:
         """Drafts that fit into a decode segment."""
         return max(self.decode_widths) - 1
+
+    def contexts_of(self, width: int) -> tuple[int, ...]:
+        """``expanded_contexts`` of a prompt block."""
+        return self.expanded_contexts if width >= self.least_expanded_width else (0,)
 
     @property
     def max_prefill_rows(self) -> int:

@@ -36,7 +36,9 @@ class StepShape:
 
     A decode segment is the last token of a sequence and ``decode_width − 1`` drafts. The step has
     an output for each of its tokens, and one for each prompt chunk, behind its last token. With
-    ``checks_prefixes`` the ranks compare what is before each chunk.
+    ``checks_prefixes`` the ranks compare what is before each chunk. ``expanded_context``: prompts
+    are computed from expanded latents, for sequences of at most so many tokens; 0: from latents as
+    they are.
     """
 
     decode_rows: int
@@ -45,6 +47,11 @@ class StepShape:
     table_width: int
     decode_width: int = 1
     checks_prefixes: bool = False
+    expanded_context: int = 0
+
+    @property
+    def is_expanded(self) -> bool:
+        return self.expanded_context > 0
 
     @property
     def rows(self) -> int:
@@ -81,7 +88,8 @@ class StepShape:
         return f"{decode}+{self.prefill_rows}x{self.prefill_width}"
 
     def __str__(self) -> str:
-        return f"{self.blocks} of {self.table_width} pages"
+        prompts = ", latents expanded" if self.is_expanded else ""
+        return f"{self.blocks} of {self.table_width} pages{prompts}"
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Shape of each array in the packed input, in order; decode rows come first."""
@@ -200,7 +208,10 @@ def make_blocks(
 ) -> tuple[Block, ...]:
     """The decode and the prompt block; lengths as uint32: division without sign handling."""
     decode_rows = shape.decode_rows
-    parts = ((shape.decode_width, 0, decode_rows), (shape.prefill_width, decode_rows, shape.rows))
+    parts = (
+        (shape.decode_width, 0, decode_rows, False),
+        (shape.prefill_width, decode_rows, shape.rows, shape.is_expanded),
+    )
     return tuple(
         make_block(
             width,
@@ -210,8 +221,9 @@ def make_blocks(
             rank,
             sharding,
             pcp_rank if sharding.layer_ranks > 1 else None,
+            is_expanded=is_expanded,
         )
-        for width, start, stop in parts
+        for width, start, stop, is_expanded in parts
         if stop > start
     )
 

@@ -1,8 +1,11 @@
 """Multi-head latent attention (MLA) as seen by one rank inside ``shard_map``.
 
-What is cached of a token is one row that all heads read. Up-projections are absorbed: queries are
-turned into the latent's space, attend there, and what they found is projected to values afterwards.
-With an indexer, a query attends to chosen tokens alone.
+What is cached of a token is one row that all heads read: a latent, and a rotated key. There are two
+ways to attend to it. Up-projections may be *absorbed*: queries are turned into the latent's space,
+attend there, and what they found is projected to values afterwards. Or the latents are *expanded*
+to keys and values of each head, which takes fewer products for many queries: prompts, if the step's
+blocks say so. With an indexer, a query attends to chosen tokens alone, so only blocks whose queries
+may see all that is before them are expanded.
 """
 
 from dataclasses import dataclass
@@ -17,8 +20,15 @@ from jaxtyping import Float, Integer, Shaped
 
 from dcpjax.attention.block import split_blocks
 from dcpjax.attention.chosen import Choice, attend_chosen, choose
-from dcpjax.attention.decode import decode_attention, gather_heads, merge_heads
-from dcpjax.attention.indexer import Query
+from dcpjax.attention.decode import (
+    decode_attention,
+    gather_heads,
+    gather_weights,
+    merge_heads,
+    read_block,
+)
+from dcpjax.attention.expanded import UpProjections, expanded_attention
+from dcpjax.attention.indexer import Query, choose_everything
 from dcpjax.attention.views import (
     AnyBlock,
     Prior,
@@ -31,12 +41,10 @@ from dcpjax.attention.views import (
 from dcpjax.cache.parts import INDEXER, LATENT
 from dcpjax.cache.pool import Pools
 from dcpjax.config import GlmConfig
-from dcpjax.models.layers import LayerNorm, RMSNorm, matmul, parameter, sum_ranks
+from dcpjax.models.indexer import LATENT_EPS, Indexer
+from dcpjax.models.layers import RMSNorm, matmul, parameter, sum_ranks
 from dcpjax.models.rope import Angles, rope_angles, rotate, yarn_frequencies, yarn_scale
 from dcpjax.models.sharding import Sharding
-
-_LATENT_EPS = 1e-6  # of the norms inside MLA, whatever the model's own is
-
 
 Priors = dict[str, Prior]
 """Copies of a layer's prior tokens, by cache part."""
@@ -58,37 +66,8 @@ class CacheNames:
     has_whole_keys: bool = False
 
 
-class Indexer(nnx.Module):
-    """Queries, keys and head weights of the lightning indexer; the same on every rank."""
-
-    def __init__(self, config: GlmConfig, dtype: DTypeLike) -> None:
-        indexer = config.indexer
-        assert indexer is not None, "only models with an indexer have this module"
-        heads, width = indexer.num_heads, indexer.head_dim
-        self.q_b = parameter((config.q_lora_rank, heads, width), (None, None, None), dtype)
-        self.k = parameter((config.hidden_size, width), ("embed", None), dtype)
-        self.k_norm = LayerNorm(width, _LATENT_EPS, dtype)
-        self.weights = parameter((config.hidden_size, heads), ("embed", None), jnp.float32)
-        self.rope_width, self.top_k = config.qk_rope_head_dim, indexer.top_k
-
-    def keys(self, x: Float[Array, "T E"], angles: Angles) -> Float[Array, "T 1 D"]:
-        return self._rotate(self.k_norm(matmul(x, self.k[...]))[:, None], angles)
-
-    def queries(
-        self, x: Float[Array, "T E"], q_latent: Float[Array, "T R"], angles: Angles
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "T H"]]:
-        """Queries, and the weight of each head's score."""
-        weights = matmul(x.astype(jnp.float32), self.weights[...])
-        heads = weights.shape[-1] ** -0.5
-        return self._rotate(matmul(q_latent, self.q_b[...]), angles), weights * heads
-
-    def _rotate(self, x: Array, angles: Angles) -> Array:
-        turned, rest = jnp.split(x, (self.rope_width,), axis=-1)
-        return jnp.concatenate([rotate(turned, angles), rest], axis=-1)
-
-
 class LatentAttention(nnx.Module):
-    """MLA with absorbed projections, over all tokens or over those that the indexer chooses."""
+    """MLA over all tokens, or over those that the indexer chooses."""
 
     def __init__(
         self, config: GlmConfig, sharding: Sharding, dtype: DTypeLike, *, has_indexer: bool
@@ -97,12 +76,12 @@ class LatentAttention(nnx.Module):
         nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         heads = sharding.heads.groups * sharding.heads.group_heads
         self.q_a = parameter((width, config.q_lora_rank), ("embed", None), dtype)
-        self.q_a_norm = RMSNorm(config.q_lora_rank, _LATENT_EPS, dtype)
+        self.q_a_norm = RMSNorm(config.q_lora_rank, LATENT_EPS, dtype)
         self.q_b = parameter(
             (config.q_lora_rank, heads, nope + rope), (None, "q_heads", "head_dim"), dtype
         )
         self.kv_a = parameter((width, latent + rope), ("embed", None), dtype)
-        self.kv_a_norm = RMSNorm(latent, _LATENT_EPS, dtype)
+        self.kv_a_norm = RMSNorm(latent, LATENT_EPS, dtype)
         self.k_b = parameter((heads, nope, latent), ("q_heads", None, None), dtype)
         self.v_b = parameter((heads, latent, config.v_head_dim), ("q_heads", None, None), dtype)
         self.o = parameter(
@@ -142,42 +121,88 @@ class LatentAttention(nnx.Module):
             keys, at = self.indexer.keys(x, angles), place.indexer
             stored_as = tuple(b.whole() for b in blocks) if names.has_whole_keys else blocks
             pools, found = _write(pools, names.indexer, at, stored_as, keys, priors, self.keys)
-            choices = self._choose(self.indexer.queries(x, q_latent, angles), blocks, found, views)
+            choices = self._choose((x, q_latent, *angles), blocks, found, views)
         queries, own = (split_blocks(y, blocks) for y in (self._queries(q_latent, angles), rows))
-        if self.is_sparse:
-            outs = map(self._attend_chosen, queries, views, choices)
-        else:
-            outs = map(self._attend_all, queries, views, own)
-        return self._project(jnp.concatenate(list(outs)).astype(x.dtype)), pools, choices
+        chosen = choices if self.is_sparse else (None,) * len(blocks)
+        values = list(map(self._attend, queries, views, own, chosen))
+        return self._project(jnp.concatenate(values)), pools, choices
 
     def _latent_rows(self, x: Array, angles: Angles) -> Float[Array, "T 1 W"]:
         """What is cached of each token: the normalised latent, and the rotated key."""
         latent, key = jnp.split(matmul(x, self.kv_a[...])[:, None], (self.latent,), axis=-1)
         return jnp.concatenate([self.kv_a_norm(latent), rotate(key, angles)], axis=-1)
 
-    def _queries(self, q_latent: Array, angles: Angles) -> Float[Array, "T h W"]:
-        """Queries of this rank's heads, in the space of cached rows."""
+    def _queries(self, q_latent: Array, angles: Angles) -> Float[Array, "T h D"]:
+        """Queries of this rank's heads: plain columns, then rotated ones."""
         plain, turned = jnp.split(matmul(q_latent, self.q_b[...]), (self.nope,), axis=-1)
-        absorbed = _by_head(plain, self.k_b[...])
-        return jnp.concatenate([absorbed, rotate(turned, angles)], axis=-1)
+        return jnp.concatenate([plain, rotate(turned, angles)], axis=-1)
 
     def _choose(
         self,
-        queries: tuple[Array, Array],
+        asking: tuple[Array, ...],
         blocks: tuple[AnyBlock, ...],
         keys: tuple[View, ...],
         tokens: tuple[View, ...],
     ) -> tuple[Choice, ...]:
-        """Choose for each block: of the tokens in ``tokens``, by their keys in ``keys``."""
-        q, weights = (split_blocks(part, blocks) for part in queries)
-        scale, top_k = q[0].shape[-1] ** -0.5, self.indexer.top_k
+        """Choose for each block: of the tokens in ``tokens``, by their keys in ``keys``.
 
-        def choose_one(q: Array, weights: Array, keys: View, tokens: View) -> Choice:
-            query = Query(q, weights, scale, top_k, self.keys.row_format)
+        Args:
+            asking: states, latent queries, cosines and sines of all tokens.
+        """
+
+        def choose_one(
+            x: Array, q_latent: Array, cos: Array, sin: Array, keys: View, tokens: View
+        ) -> Choice:
+            top_k = self.indexer.top_k
+            if tokens.block.is_expanded:
+                return choose_everything(tokens.block, top_k)
+            q, weights = self.indexer.queries(x, q_latent, (cos, sin))
+            query = Query(q, weights, q.shape[-1] ** -0.5, top_k, self.keys.row_format)
             choice = choose(query, keys.pool, keys.layer, keys.block, tokens.block, self.form)
             return jax.tree.map(keys.from_owner, choice)
 
-        return tuple(map(choose_one, q, weights, keys, tokens))
+        return tuple(map(choose_one, *(split_blocks(x, blocks) for x in asking), keys, tokens))
+
+    def _attend(
+        self, q: Array, view: View, rows: Array, choice: Choice | None
+    ) -> Float[Array, "T h Dv"]:
+        """What this rank's heads find in one block, as values.
+
+        Args:
+            choice: of the tokens; None where all count.
+        """
+        if view.block.is_expanded:
+            return self._attend_expanded(q, view, rows).astype(q.dtype)
+        plain, turned = jnp.split(q, (self.nope,), axis=-1)
+        absorbed = jnp.concatenate([_by_head(plain, self.k_b[...]), turned], axis=-1)
+        if choice is None:
+            found = self._attend_all(absorbed, view, rows)
+        else:
+            found = self._attend_chosen(absorbed, view, choice)
+        return _by_head(found.astype(q.dtype), self.v_b[...])
+
+    def _attend_expanded(self, q: Array, view: View, rows: Array) -> Float[Array, "T h Dv"]:
+        """To all tokens, each with a key and a value for every head.
+
+        As in the absorbed form, dense attention has a block's own rows from registers, and sparse
+        attention as they are stored.
+        """
+        block, row_format = view.block, self.latents.row_format
+        if self.is_sparse:
+            own = read_block(view.pool, view.layer, block, q.dtype, row_format)
+        else:
+            own = block.take_own(rows)
+        out, lse = expanded_attention(
+            gather_heads(q, block),
+            own,
+            view.pool,
+            view.layer,
+            block,
+            UpProjections(*gather_weights((self.k_b[...], self.v_b[...]), block)),
+            scale=self.scale,
+            row_format=row_format,
+        )
+        return merge_heads(out, lse, block, self.sharding.comm_backend)
 
     def _attend_all(self, q: Array, view: View, rows: Array) -> Float[Array, "T h R"]:
         own = view.block.take_own(rows)
@@ -208,9 +233,8 @@ class LatentAttention(nnx.Module):
         )
         return view.from_owner(merge_heads(out, lse, view.block, self.sharding.comm_backend))
 
-    def _project(self, latents: Float[Array, "T h R"]) -> Float[Array, "T E"]:
-        """What the heads found, as values, through the output projection; whole on every rank."""
-        values = _by_head(latents, self.v_b[...])
+    def _project(self, values: Float[Array, "T h Dv"]) -> Float[Array, "T E"]:
+        """What the heads found, through the output projection; whole on every rank."""
         rows = self.o[...].reshape(-1, self.o.shape[-1])
         projected = matmul(values.reshape(values.shape[0], -1), rows)
         return sum_ranks(projected, scattered=self.sharding.form.scattered_sums)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.attention import indexer, merge, segment, sparse
+from dcpjax.attention import expanded, indexer, merge, segment, sparse
 from dcpjax.attention.block import Block, TokenSharding, make_block
 from dcpjax.attention.indexer import ChosenPlaces
-from tests.attention import test_segment, test_sparse
+from tests.attention import test_expanded, test_segment, test_sparse
 from tests.attention.test_segment import LONGEST_PRIOR, MLA
 from tests.attention.test_sparse import DECODE
 from tests.attention.test_traps import break_it, check_segments, goes_red
@@ -20,6 +20,7 @@ __all__ = ["break_it"]
 DENSE = test_segment.Case(4, "page", 8, MLA, True, "float32", "uint32")
 SHARDED = test_sparse.Case(4, 8, "sharded", 1, DECODE)
 WHOLE = test_sparse.Case(4, 8, "whole", 1, DECODE)
+EXPANDED = test_expanded.Case(4, 8, "registers", 5, ((100, 5), (0, 3), (0, 0), (7, 1)))
 
 
 def check_dense():
@@ -32,7 +33,16 @@ def check_sparse(case=SHARDED):
     test_sparse.test_sparse_attention_equals_one_device(case)
 
 
-CHECKS = {"dense": (check_dense, segment, "_finish"), "sparse": (check_sparse, sparse, "finish")}
+def check_expanded():
+    """Rows with few tokens and with none, where most ranks have nothing."""
+    test_expanded.check(EXPANDED)
+
+
+CHECKS = {
+    "dense": (check_dense, segment, "_finish"),
+    "sparse": (check_sparse, sparse, "finish"),
+    "expanded": (check_expanded, expanded, "finish"),
+}
 WRONG_LSE = {
     "trap 1: an empty rank has lse 0": lambda lse: jnp.where(jnp.isneginf(lse), 0.0, lse),
     "trap 2: base 2 merged as natural": lambda lse: lse / np.float32(np.log(2)),
@@ -56,6 +66,16 @@ def test_a_wrong_lse(mistake, kind, break_it):
 
     break_it(module, name, finish)
     goes_red(check)
+
+
+def test_prior_tokens_counted_up_to_another_position(break_it):
+    """Expanded, the segment's first token would be read as well: twice, or as NaN."""
+
+    def filled(original, length, rank, **layout):
+        return original(length + 1, rank, **layout)
+
+    break_it(expanded, "local_filled", filled)
+    goes_red(check_expanded)
 
 
 def test_trap_3_nan_times_0_from_a_row_that_is_not_used(break_it):

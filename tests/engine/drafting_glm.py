@@ -24,9 +24,9 @@ SHAPE: dict[str, Any] = {
 DRAFT = "model.layers.2."
 
 
-def drafting_glm(folder: Path) -> Checkpoint:
+def drafting_glm(folder: Path, **changed: Any) -> Checkpoint:
     """61 tokens, two layers of which the second takes the choice of the first, a draft layer."""
-    checkpoint = open_checkpoint(str(write_tiny_glm(folder, "periodic", **SHAPE)))
+    checkpoint = open_checkpoint(str(write_tiny_glm(folder, "periodic", **SHAPE | changed)))
     return replace(checkpoint, read=lambda name: _changed(name, checkpoint.read(name)))
 
 

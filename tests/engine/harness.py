@@ -1,7 +1,8 @@
 """One compiled step driven by hand, without a scheduler. Shows logits, and what is stored."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -57,7 +58,10 @@ class Piece:
 
 
 class StepHarness:
-    """A model, a pool of NaN and one step shape."""
+    """A model, a pool of NaN and one step shape.
+
+    Where the shape expands latents, prompts beyond its context have the same shape without.
+    """
 
     def __init__(
         self,
@@ -94,15 +98,8 @@ class StepHarness:
             for part in cache_parts(config, has_whole_index=layout.index == "replicated")
         }
         self.pool_shape = next(iter(self.pool_shapes.values()))
-        self.step = make_step(
-            self.model,
-            shape,
-            TokenSharding(layout.dcp, layout.interleave, layout.page_size, num_pages),
-            self.mesh,
-            vocab_size=config.vocab_size,
-            max_rows=shape.rows,
-            max_outputs=shape.num_outputs,
-        )
+        self._tokens = TokenSharding(layout.dcp, layout.interleave, layout.page_size, num_pages)
+        self.step = self._make_step(shape)
         self.pools = self._pools_of_nan()
         self._whole = NamedSharding(self.mesh, PartitionSpec())
         previous = np.zeros(shape.rows * shape.decode_width, np.int32)
@@ -112,6 +109,21 @@ class StepHarness:
             NamedSharding(self.mesh, PartitionSpec(ALL_RANKS)),
         )
         self.compiled = self.compile(self.step)
+
+    def _make_step(self, shape: StepShape) -> Any:
+        return make_step(
+            self.model,
+            shape,
+            self._tokens,
+            self.mesh,
+            vocab_size=self.vocab_size,
+            max_rows=shape.rows,
+            max_outputs=shape.num_outputs,
+        )
+
+    @cached_property
+    def _compiled_beyond(self) -> Any:
+        return self.compile(self._make_step(replace(self.shape, expanded_context=0)))
 
     def compile(self, step: Any, *, donate: bool = True) -> Any:
         """``step``, this harness's own or a changed one, as the engine compiles it."""
@@ -151,7 +163,10 @@ class StepHarness:
         """As ``run``, and the tokens that the step itself chose."""
         packed = self._pack(decode, prefill)
         arguments = (self.model.parameters, self.pools, packed, self._previous, self._rank_ids)
-        result = StepResult(*self.compiled(*arguments))
+        longest = max((piece.start + len(piece.tokens) for piece in prefill), default=0)
+        is_beyond = self.shape.is_expanded and longest > self.shape.expanded_context
+        step = self._compiled_beyond if is_beyond else self.compiled
+        result = StepResult(*step(*arguments))
         self.pools = result.pools
         shape = self.shape
         outputs = [

@@ -1,5 +1,6 @@
 """Collectives of compiled steps: read correctly, and never dependent on what a step is about."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,11 @@ STEPS = [
     ("glm", "dcp 4"),
     ("glm", "dcp 4, whole index"),
 ]
+CASES = [(*step, shape) for shape in SHAPES for step in STEPS]
+CASES.append(("glm", "dcp 4", replace(SHAPES[-1], expanded_context=32)))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("model, layout", STEPS)
+@pytest.mark.parametrize("model, layout, shape", CASES, ids=str)
 def test_collectives_of_steps_depend_on_no_value(
     models: dict[str, Checkpoint], model: str, layout: str, shape: StepShape
 ):
