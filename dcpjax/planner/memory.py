@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dcpjax.cache import widths
 from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
 from dcpjax.errors import ConfigError
-from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.deployment import INDEXER, Deployment
 from dcpjax.planner.hardware import GIB, Device, constant, find_device
 from dcpjax.planner.models import Model, ModelShape, find_model
 from dcpjax.planner.parameters import weight_bytes
@@ -52,7 +52,7 @@ def _target_parts(shape: ModelShape, dtype: str) -> tuple[PartWidth, ...]:
     parts = [PartWidth("latent", shape.num_layers, 1, width)]
     if indexer is not None:
         width = widths.index_token_bytes(indexer.head_dim, dtype)
-        parts.append(PartWidth("indexer", shape.index_layers, 1, width))
+        parts.append(PartWidth(INDEXER, shape.index_layers, 1, width))
     return tuple(parts)
 
 
@@ -211,4 +211,5 @@ def _copied_bytes(deployment: Deployment, parts: tuple[PartWidth, ...], context:
     """Temporary copies of a layer's cache that prefill makes: of one layer, and of the next."""
     if deployment.prefill_kv == "replicated":
         return 0
-    return 2 * context * sum(p.heads * p.bytes_per_token for p in parts if not p.is_draft)
+    copied = (part for part in parts if not deployment.keeps_whole(part))
+    return 2 * context * sum(part.heads * part.bytes_per_token for part in copied)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from dcpjax.cache.widths import value_bytes
 from dcpjax.planner.data import read_data
-from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.deployment import INDEXER, Deployment
 from dcpjax.planner.hardware import Device, constant
 from dcpjax.planner.memory import deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.planner.parameters import attention_parameters, count_parameters, weight_bytes
 from dcpjax.planner.roofline import INDEX_ID_BYTES, IO_BYTES, indexer_flops
-from dcpjax.planner.traffic import traffic
+from dcpjax.planner.traffic import StepTokens, draft_traffic, step_traffic, traffic
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,15 @@ def decode_step(
 
     With a draft: the verification of all its tokens, and the draft's own forwards.
     """
-    tokens = batch * (1 + deployment.draft_tokens)
+    step = StepTokens(batch, 1 + deployment.draft_tokens, context=int(context))
+    tokens = step.decode
+    exchanges = [found(model, deployment, step) for found in (step_traffic, draft_traffic)]
     costs = [
         _projections(model, deployment, tokens),
         *_attention(model, deployment, tokens, batch, context),
         *_feed_forward(model, deployment, tokens),
         _head(model, deployment, tokens),
-        Cost("collectives", fixed_seconds=traffic(model, deployment, tokens).seconds(device)),
+        Cost("collectives", fixed_seconds=sum(one.seconds(device) for one in exchanges)),
         _floors(model),
     ]
     if deployment.draft_tokens:
@@ -144,9 +146,10 @@ def _attention(
     flops = 2 * tokens * heads * rows * widths
     costs = [Cost("attention", latent.layers * flops, latent.layers * num_bytes)]
     if model.indexer is not None:
-        index = parts["indexer"]
-        scores = index.layers * tokens * indexer_flops(model, local)
-        costs.append(Cost("indexer", scores, index.layers * batch * local * index.bytes_per_token))
+        index = parts[INDEXER]
+        scored = context if deployment.keeps_whole(index) else local
+        scores = index.layers * tokens * indexer_flops(model, scored)
+        costs.append(Cost(INDEXER, scores, index.layers * batch * scored * index.bytes_per_token))
     return costs
 
 
@@ -170,7 +173,7 @@ def _prompt_attention(
     scores = model.index_layers * own * indexer_flops(model, seen)
     return [
         Cost("attention", model.num_layers * flops, model.num_layers * num_bytes),
-        Cost("indexer", scores, model.index_layers * seen * parts["indexer"].bytes_per_token),
+        Cost(INDEXER, scores, model.index_layers * seen * parts[INDEXER].bytes_per_token),
     ]
 
 
@@ -195,7 +198,7 @@ def _feed_forward(
     held = experts.count / ranks * touched + experts.shared
     work = 2 * everywhere * (experts.per_token + experts.shared) * one / ranks
     fixed = 0.0
-    if ranks > deployment.tp:  # tokens travel to the ranks of their experts, and back
+    if deployment.dp > 1:  # tokens travel to the ranks of their experts, and back
         floor = constant("expert_exchange_floor_us").value
         each = constant("expert_exchange_us_per_token").value
         fixed = experts.layers * max(floor, each * tokens) * 1e-6
