@@ -1,7 +1,7 @@
 """The prompts that a simulated engine computes, and what its next step takes of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcpjax.planner.sim_job import Job
 from dcpjax.planner.sim_pool import Reservation
@@ -23,6 +23,11 @@ class PromptChunk:
     @property
     def is_last(self) -> bool:
         return self.prior + self.tokens == self.job.turn.num_input
+
+    @property
+    def is_rest(self) -> bool:
+        """One last token: to an engine whose programs have few shapes, the same as an answer's."""
+        return self.tokens == 1 and not self.is_first
 
 
 class Prompts:
@@ -48,30 +53,36 @@ class Prompts:
 
     def take(self) -> tuple[PromptChunk, ...]:
         """The chunks of the next step; from now on they count as computed."""
-        sizes = self._sizes([job.turn.num_input - job.computed for job in self._jobs])
-        chunks = [
-            PromptChunk(job, tokens, job.computed)
-            for job, tokens in zip(self._jobs, sizes, strict=False)
-        ]
+        chunks = self._few_shapes() if self._spec.prompt_shape else self._any_sizes()
         for chunk in chunks:
             chunk.job.computed += chunk.tokens
         self._jobs = [job for job in self._jobs if job.computed < job.turn.num_input]
         return tuple(chunks)
 
-    def _sizes(self, left: Sequence[int]) -> list[int]:
-        """Tokens of the first prompts' chunks, of which so many are left."""
-        if not left:
-            return []
-        if self._spec.prompt_shape is not None:
-            rows, width = self._spec.prompt_shape(left)
-            return [min(tokens, width) for tokens in left[:rows]]
-        sizes, room = list[int](), self._spec.chunk
-        for tokens in left:
+    def _any_sizes(self) -> list[PromptChunk]:
+        """Of the first prompts, so much together as a step computes."""
+        chunks, room = list[PromptChunk](), self._spec.chunk
+        for job in self._jobs:
             if not room:
                 break
-            sizes.append(min(tokens, room))
-            room -= sizes[-1]
-        return sizes
+            chunks.append(PromptChunk(job, min(_left(job), room), job.computed))
+            room -= chunks[-1].tokens
+        return chunks
+
+    def _few_shapes(self) -> list[PromptChunk]:
+        """Rows of one width, and rests beside them."""
+        chosen = [PromptChunk(job, _left(job), job.computed) for job in self._jobs]
+        rests = [chunk for chunk in chosen if chunk.is_rest]
+        prompts = [chunk for chunk in chosen if not chunk.is_rest]
+        if not prompts or self._spec.prompt_shape is None:
+            return rests
+        rows, width = self._spec.prompt_shape([chunk.tokens for chunk in prompts])
+        cut = (replace(chunk, tokens=min(chunk.tokens, width)) for chunk in prompts[:rows])
+        return [*rests, *cut]
+
+
+def _left(job: Job) -> int:
+    return job.turn.num_input - job.computed
 
 
 def step_seconds(spec: EngineSpec, chunks: Sequence[PromptChunk], batch: int) -> float:
@@ -80,5 +91,8 @@ def step_seconds(spec: EngineSpec, chunks: Sequence[PromptChunk], batch: int) ->
     With a prompt's first chunk, the pages that the host has kept of it are copied back.
     """
     pages = sum(chunk.job.host_tokens for chunk in chunks if chunk.is_first) / spec.page_tokens
+    if spec.prompt_shape is not None:
+        batch += sum(chunk.is_rest for chunk in chunks)
+        chunks = [chunk for chunk in chunks if not chunk.is_rest]
     computed = spec.steps.with_prompts([(one.tokens, one.prior) for one in chunks], batch)
     return computed + pages * spec.host_seconds
