@@ -1,7 +1,7 @@
 """The collectives of a step as data: what is exchanged, by how many ranks, how large, how often."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dcpjax.planner.hardware import Device, collective_seconds
@@ -53,6 +53,10 @@ class Traffic:
 
     def seconds(self, device: Device) -> float:
         return sum(item.seconds(device) for item in self.collectives)
+
+    def latency(self, device: Device) -> float:
+        """What of these seconds is the same for messages of no bytes."""
+        return sum(replace(item, num_bytes=0).seconds(device) for item in self.collectives)
 
 
 @dataclass(frozen=True)

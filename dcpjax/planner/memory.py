@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dcpjax.cache import widths
 from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
 from dcpjax.errors import ConfigError
+from dcpjax.layout import KVPlacement
 from dcpjax.planner.deployment import INDEXER, Deployment
 from dcpjax.planner.hardware import GIB, Device, constant, find_device
 from dcpjax.planner.models import Model, ModelShape, find_model
@@ -162,7 +163,6 @@ def capacity(
     share = constant("memory_utilization").value if utilization is None else utilization
     if not 0 < share <= 1:
         raise ConfigError("utilization is in (0, 1]", utilization=share)
-    parts = deployment_parts(shape, deployment)
     page = page_bytes(shape, deployment)
     workspace = (
         constant("workspace_gib").value * GIB if workspace_bytes is None else workspace_bytes
@@ -180,7 +180,7 @@ def capacity(
         MemoryItem("embedding and head", weights.embedding),
         MemoryItem("draft layer weights", weights.mtp),
         MemoryItem("activations, graphs, buffers", workspace),
-        MemoryItem("temporary copies of a layer", _copied_bytes(deployment, parts, context)),
+        MemoryItem("temporary copies of a layer", _copied_bytes(shape, deployment, context)),
     ]
     used = tuple(item for item in used if item.num_bytes)
     memory = chip.memory_bytes * share
@@ -203,13 +203,24 @@ def page_bytes(model: ModelShape, deployment: Deployment) -> int:
 def _part_page_bytes(model: ModelShape, deployment: Deployment, part: PartWidth) -> int:
     placement = deployment.part_placement(part, model)
     layers = max(share.num_layers for share in placement.shares)
-    heads = max(share.num_heads for share in placement.shares)
+    heads = _rank_heads(placement)
     return widths.page_bytes(layers, heads, placement.page_size, part.bytes_per_token)
 
 
-def _copied_bytes(deployment: Deployment, parts: tuple[PartWidth, ...], context: int) -> int:
+def _rank_heads(placement: KVPlacement) -> int:
+    return max(share.num_heads for share in placement.shares)
+
+
+def _copied_bytes(model: ModelShape, deployment: Deployment, context: int) -> int:
     """Temporary copies of a layer's cache that prefill makes: of one layer, and of the next."""
     if deployment.prefill_kv == "replicated":
         return 0
-    copied = (part for part in parts if not deployment.keeps_whole(part))
-    return 2 * context * sum(part.heads * part.bytes_per_token for part in copied)
+    return (
+        2
+        * context
+        * sum(
+            _rank_heads(deployment.part_placement(part, model)) * part.bytes_per_token
+            for part in deployment_parts(model, deployment)
+            if not deployment.keeps_whole(part)
+        )
+    )

@@ -212,6 +212,7 @@ def _sensitivity(
             ),
             0.0,
         ),
+        "links within a node": (_with(setting, scale_up_gb_s=device.scale_up_gb_s * MORE), 0.0),
         "links between nodes": (_with(setting, scale_out_gb_s=device.scale_out_gb_s * MORE), 0.0),
         "memory": (setting, (MORE - 1) * target.memory_bytes),
     }

@@ -5,6 +5,7 @@ not overlap. Rates are the data sheet's times one efficiency for memory and one 
 here is fitted to a whole step; what the estimate misses is on the validation page.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dcpjax.cache.widths import value_bytes
@@ -15,23 +16,30 @@ from dcpjax.planner.memory import deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.planner.parameters import attention_parameters, count_parameters, weight_bytes
 from dcpjax.planner.roofline import INDEX_ID_BYTES, IO_BYTES, indexer_flops
-from dcpjax.planner.traffic import StepTokens, draft_traffic, step_traffic, traffic
+from dcpjax.planner.traffic import StepTokens, Traffic, draft_traffic, step_traffic, traffic
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One part of a step on one rank, and what it is bound by."""
+    """One part of a step on one rank, and what it is bound by.
+
+    Attributes:
+        num_bytes: read and written in the rank's memory.
+        link_seconds: that bytes are on the links between ranks.
+        fixed_seconds: that pass whatever the sizes are.
+    """
 
     name: str
     flops: float = 0.0
     num_bytes: float = 0.0
     fixed_seconds: float = 0.0
+    link_seconds: float = 0.0
 
     def seconds(self, device: Device, dtype: str) -> float:
         return self.fixed_seconds + max(self._limits(device, dtype).values())
 
     def bound(self, device: Device, dtype: str) -> str:
-        """``compute``, ``memory`` or ``latency``, whichever takes longest."""
+        """``compute``, ``memory``, ``links`` or ``latency``, whichever takes longest."""
         limits = self._limits(device, dtype)
         limits["latency"] = self.fixed_seconds
         return max(limits, key=lambda name: limits[name])
@@ -39,7 +47,11 @@ class Cost:
     def _limits(self, device: Device, dtype: str) -> dict[str, float]:
         rate = device.tflops(dtype) * 1e12 * constant("compute_efficiency").value
         bandwidth = device.memory_tb_s * 1e12 * constant("memory_efficiency").value
-        return {"compute": self.flops / rate, "memory": self.num_bytes / bandwidth}
+        return {
+            "compute": self.flops / rate,
+            "memory": self.num_bytes / bandwidth,
+            "links": self.link_seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ def decode_step(
         *_attention(model, deployment, tokens, batch, context),
         *_feed_forward(model, deployment, tokens),
         _head(model, deployment, tokens),
-        Cost("collectives", fixed_seconds=sum(one.seconds(device) for one in exchanges)),
+        _collectives(exchanges, device),
         _floors(model),
     ]
     if deployment.draft_tokens:
@@ -111,10 +123,16 @@ def prefill_step(
         *_prompt_attention(model, deployment, own, prior + tokens / 2),
         *_feed_forward(model, deployment, own, is_prompt=True),
         _head(model, deployment, 1),
-        Cost("collectives", fixed_seconds=exchange.seconds(device)),
+        _collectives([exchange], device),
         replace(_floors(model), fixed_seconds=_floors(model).fixed_seconds + overhead),
     ]
     return StepCost(device, model.weights, tuple(costs))
+
+
+def _collectives(exchanges: Sequence[Traffic], device: Device) -> Cost:
+    latency = sum(one.latency(device) for one in exchanges)
+    seconds = sum(one.seconds(device) for one in exchanges)
+    return Cost("collectives", fixed_seconds=latency, link_seconds=seconds - latency)
 
 
 def _projections(model: ModelShape, deployment: Deployment, tokens: float) -> Cost:
