@@ -99,9 +99,10 @@ winner = result.winner
 assert winner is not None and winner.candidate.prefill is not None
 assert winner.candidate.prefill.pcp > 1 and winner.candidate.prefill.dcp == 8
 
-pcp8 = next(point for point in result.points if "PCP8 DCP8" in point.candidate.label())
-print(f"{pcp8.candidate.label()}: {pcp8.hit_rate:.0%} hits; the winner: {winner.hit_rate:.0%}")
-assert pcp8.hit_rate < winner.hit_rate
+published = next(point for point in result.points if "PCP8 DCP8" in point.candidate.label())
+for point in (winner, published):
+    print(f"{point.candidate.label()}: {point.hit_rate:.0%} of prompt tokens are found again")
+assert published.hit_rate < winner.hit_rate
 SVG(svg(plots.plot_frontier(result.points, result.frontier)))
 
 # %% [markdown]

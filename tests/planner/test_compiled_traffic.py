@@ -20,6 +20,7 @@ from dcpjax.engine.step import StepShape
 from dcpjax.mesh import decode_mesh, pcp_mesh
 from dcpjax.models.checkpoint import open_checkpoint
 from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.memory import page_bytes
 from dcpjax.planner.models import find_model
 from dcpjax.planner.traffic import Collective, StepTokens, draft_traffic, step_traffic
 from scripts.prefill.outline import Outline
@@ -175,6 +176,15 @@ def test_collectives_of_decode(one: Case, tmp_path):
 @pytest.mark.parametrize("one", PROMPTS, ids=str)
 def test_collectives_of_prompts_beside_decode(one: Case, tmp_path):
     check_step(one, tmp_path, with_prompts=True)
+
+
+@pytest.mark.parametrize("one", dict.fromkeys([*DECODE, *PROMPTS]), ids=str)
+def test_pages_are_those_of_the_engine(one: Case, tmp_path):
+    """In bytes, all parts of a rank's page together: whoever keeps which tokens, heads, layers."""
+    outline, model = outline_of(one, tmp_path)
+    groups = outline.config.head_groups
+    sizes = [pool.page_bytes(groups) for pool in outline.pools.by_part.values()]
+    assert page_bytes(model, one.deployment) == sum(sizes)
 
 
 @pytest.mark.parametrize("one, with_prompts", DRAFTS, ids=str)
