@@ -208,9 +208,10 @@ def _objective(ttft: float | None, tpot: float | None) -> "Objective | None":
 def _failure(text: str) -> Failure:
     try:
         role, index, time, seconds = text.split(":")
-        failure = Failure(float(time), float(seconds), role, int(index))  # type: ignore[arg-type]
+        numbers = float(time), float(seconds)
+        number = int(index)
     except ValueError as error:
         raise WrongSettings(f"--fail is ROLE:INDEX:TIME:SECONDS, not {text!r}") from error
-    if role not in ("prefill", "decode") or failure.time < 0 or failure.seconds <= 0:
-        raise WrongSettings(f"--fail is prefill or decode, at a time, for seconds, not {text!r}")
-    return failure
+    if role not in ("prefill", "decode"):
+        raise WrongSettings(f"--fail names prefill or decode, not {role!r}")
+    return Failure(*numbers, role, number)

@@ -3,6 +3,7 @@
 Widths of tokens, pages and pools are the engine's own functions (``cache/widths.py``).
 """
 
+import math
 from dataclasses import dataclass
 
 from dcpjax.cache import widths
@@ -187,6 +188,16 @@ def capacity(
     free = int(memory - sum(item.num_bytes for item in used))
     num_pages = max(0, widths.affordable_pages(free, page))
     return Capacity(shape, chip, deployment, memory, used, page, num_pages)
+
+
+def check_host_memory(host_gib: float) -> None:
+    """Refuse what is no amount of the host's memory.
+
+    Raises:
+        ConfigError: it is below 0, endless or no number.
+    """
+    if not 0 <= host_gib < math.inf:
+        raise ConfigError("the host's memory for prefixes is at least 0 GiB", host_gib=host_gib)
 
 
 def deployment_parts(model: ModelShape, deployment: Deployment) -> tuple[PartWidth, ...]:

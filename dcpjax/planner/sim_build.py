@@ -9,7 +9,7 @@ from dcpjax.errors import ConfigError
 from dcpjax.planner.candidates import Candidate
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import GIB, Device, constant
-from dcpjax.planner.memory import Capacity, capacity, deployment_parts
+from dcpjax.planner.memory import Capacity, capacity, check_host_memory, deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.planner.sim_cluster import Cluster, Failure, Routing
 from dcpjax.planner.sim_step import EngineSpec, PromptShape
@@ -79,8 +79,9 @@ def build_cluster(
         prompt_shape: how the engines choose a shape for prompts, where their programs have few.
 
     Raises:
-        ConfigError: an engine without room for a single page.
+        ConfigError: an engine without room for a single page, or sizes that no engine has.
     """
+    check_host_memory(host_gib)
     settings: dict[str, Any] = {
         "host_gib": host_gib,
         "max_batch": max_batch,
@@ -89,7 +90,9 @@ def build_cluster(
         "prompt_shape": prompt_shape,
     }
     decode_room = _room(model, device, candidate.decode, context)
-    accepted = acceptance or acceptance_length(model, candidate.decode.draft_tokens)
+    accepted = acceptance
+    if accepted is None:
+        accepted = acceptance_length(model, candidate.decode.draft_tokens)
     is_split = candidate.prefill is not None
     decode_settings: dict[str, Any] = {**settings, "host_gib": 0.0} if is_split else settings
     decode = _engines(decode_room, candidate.num_decode, acceptance=accepted, **decode_settings)

@@ -1,5 +1,6 @@
 """Simulated engines together: who gets a request, how its KV moves, what fails."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,12 +18,24 @@ PREFIX_WEIGHT, LOAD_WEIGHT = 3.0, 2.0
 
 @dataclass(frozen=True)
 class Failure:
-    """An engine that loses everything at ``time`` and is back ``seconds`` later."""
+    """An engine that loses everything at ``time`` and is back ``seconds`` later.
+
+    Raises:
+        ConfigError: times that do not come.
+    """
 
     time: float
     seconds: float
     role: Literal["prefill", "decode"]
     index: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.time < math.inf and 0 < self.seconds < math.inf):
+            raise ConfigError(
+                "an engine fails at a time from 0 on, for some seconds",
+                time=self.time,
+                seconds=self.seconds,
+            )
 
 
 @dataclass(frozen=True)

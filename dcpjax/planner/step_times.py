@@ -5,12 +5,14 @@ A table of an engine whose programs have few shapes is better read by
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from dcpjax.errors import ConfigError
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import Device
 from dcpjax.planner.models import ModelShape
@@ -177,7 +179,13 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
     """A coefficient for each column, by least squares of the relative error, none below 0.
 
     Columns whose coefficient would be negative are left out, the worst first.
+
+    Raises:
+        ConfigError: a step that takes no time.
     """
+    for one in seconds:
+        if not 0 < one < math.inf:
+            raise ConfigError("recorded steps take some seconds each", seconds=one)
     matrix = np.asarray(rows, float) / np.asarray(seconds, float)[:, None]
     columns = list(range(matrix.shape[1]))
     found: Any = np.zeros(matrix.shape[1])
