@@ -14,6 +14,7 @@ JSON; the aim is both ratios between 0.8 and 1.2.
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -171,17 +172,27 @@ def record(rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _server(url: str | None) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    with running_server(MODEL, server_options(SETTINGS)) as (_, own):
+        yield own
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--load", type=float, default=0.5, help="share of the server's capacity")
     parser.add_argument("--seed", type=int, default=0, help="of the trace")
+    parser.add_argument("--url", help="of a server with these settings that runs already")
     parser.add_argument("--record", type=Path, help="file for the most usual round")
     options = parser.parse_args()
     salts = itertools.count(5000)
     rounds: list[Round] = []
-    with running_server(MODEL, server_options(SETTINGS)) as (_, url):
+    with _server(options.url) as url:
         measure_steps(url, salts)  # what is done only once
         trace = requests_of(options, measure_steps(url, salts))
         for _ in range(options.rounds):
