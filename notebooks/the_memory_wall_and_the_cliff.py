@@ -96,13 +96,16 @@ SVG(svg(plots.plot_capacity(model, h200, engines["tensor parallel"])))
 # %% [markdown]
 # ## The price
 #
-# In each layer the DCP ranks gather queries and merge partial results by their log-sum-exp. What
-# moves is queries, outputs and log-sum-exps, never KV: the bytes do not depend on the context. For
-# one sequence the messages are so small that only their number counts.
+# In each layer the DCP ranks gather queries and merge partial results by their log-sum-exp; where a
+# layer chooses tokens, they exchange the scores of their best. What moves is queries, outputs,
+# log-sum-exps and scores, never KV: the bytes do not depend on the context. For one sequence the
+# messages are so small that only their number counts.
 
 # %%
 sharded = engines["tensor parallel, DCP"]
-short, long = (planner.traffic(model, sharded, 4, context=context) for context in (1000, MILLION))
+short, long = (
+    planner.traffic(model, sharded, 4, context=context) for context in (100_000, MILLION)
+)
 assert short == long
 print(f"{short.num_messages} messages of {short.num_bytes / short.num_messages:,.0f} bytes a step")
 

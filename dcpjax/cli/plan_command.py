@@ -125,5 +125,5 @@ def _figures(result: "SearchResult") -> "dict[str, Figure]":
         sides = [engine.part_placement(part, model) for engine in (prefill, decode)]
         cost = transfer_cost(model, prefill, decode, setting.demand.context)
         figures["reshard"] = plots.plot_reshard(sides[0], sides[1], 16)
-        figures["transfer time"] = plots.plot_transfer(cost.busiest_target_bytes, device)
+        figures["transfer time"] = plots.plot_transfer(cost, device)
     return figures

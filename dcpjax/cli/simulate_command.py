@@ -141,8 +141,16 @@ def _traffic(options: dict[str, Any]) -> "Trace":
 
 
 def _cluster(model: str, trace: "Trace", options: dict[str, Any]) -> "Cluster":
-    from dcpjax.planner import Candidate, build_cluster, find_device, find_model, parse_engines
-    from dcpjax.planner.step_times import read_steps
+    from dcpjax.engine.plan import StepShapes
+    from dcpjax.planner import (
+        Candidate,
+        ShapedSteps,
+        build_cluster,
+        find_device,
+        find_model,
+        parse_engines,
+        read_steps,
+    )
 
     engine = {"draft_tokens": options["draft_tokens"], "cache_dtype": options["kv_cache_dtype"]}
     num_decode, decode = parse_engines(options["decode"], **engine)
@@ -150,6 +158,10 @@ def _cluster(model: str, trace: "Trace", options: dict[str, Any]) -> "Cluster":
     if options["prefill"]:
         num_prefill, prefill = parse_engines(options["prefill"], **engine)
         candidate = Candidate(decode, num_decode, prefill, num_prefill)
+    steps = read_steps(options["steps"]) if options["steps"] else None
+    prompt_shape = None
+    if isinstance(steps, ShapedSteps):
+        prompt_shape = StepShapes(steps.decode_rows, steps.prefill_shapes).best_prefill
     return build_cluster(
         find_model(model),
         find_device(options["device"]),
@@ -161,7 +173,8 @@ def _cluster(model: str, trace: "Trace", options: dict[str, Any]) -> "Cluster":
         acceptance=options["acceptance_length"],
         routing=options["routing"],
         failures=[_failure(text) for text in options["failures"]],
-        steps=read_steps(options["steps"]) if options["steps"] else None,
+        steps=steps,
+        prompt_shape=prompt_shape,
     )
 
 
@@ -195,9 +208,10 @@ def _objective(ttft: float | None, tpot: float | None) -> "Objective | None":
 def _failure(text: str) -> Failure:
     try:
         role, index, time, seconds = text.split(":")
-        failure = Failure(float(time), float(seconds), role, int(index))  # type: ignore[arg-type]
+        numbers = float(time), float(seconds)
+        number = int(index)
     except ValueError as error:
         raise WrongSettings(f"--fail is ROLE:INDEX:TIME:SECONDS, not {text!r}") from error
-    if role not in ("prefill", "decode") or failure.time < 0 or failure.seconds <= 0:
-        raise WrongSettings(f"--fail is prefill or decode, at a time, for seconds, not {text!r}")
-    return failure
+    if role not in ("prefill", "decode"):
+        raise WrongSettings(f"--fail names prefill or decode, not {role!r}")
+    return Failure(*numbers, role, number)

@@ -24,6 +24,9 @@ from dcpjax.planner.roofline import index_read_crossover as index_read_crossover
 from dcpjax.planner.roofline import indexer_crossover as indexer_crossover
 from dcpjax.planner.roofline import model_intensity as model_intensity
 from dcpjax.planner.search import search as search
+from dcpjax.planner.shaped_steps import ShapedSteps as ShapedSteps
+from dcpjax.planner.shaped_steps import fit_shapes as fit_shapes
+from dcpjax.planner.shaped_steps import read_steps as read_steps
 from dcpjax.planner.sim_build import build_cluster as build_cluster
 from dcpjax.planner.sim_build import parse_engines as parse_engines
 from dcpjax.planner.sim_cluster import Cluster as Cluster

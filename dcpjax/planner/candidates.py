@@ -59,10 +59,14 @@ def prefill_deployments(size: int, draft_tokens: int, cache_dtype: str) -> Itera
     """Ways for ``size`` devices to compute prompts."""
     common: dict[str, Any] = {"draft_tokens": draft_tokens, "cache_dtype": cache_dtype}
     yield from decode_deployments(size, draft_tokens, cache_dtype)
-    if size > 1:
-        yield Deployment(pcp=size, **common)
-        yield Deployment(pcp=size, dcp=size, prefill_kv="sharded", **common)
-        yield Deployment(pcp=size, prefill_kv="layer_split", **common)
+    for pcp in range(2, size + 1):
+        if size % pcp:
+            continue
+        ranks: dict[str, Any] = {"pcp": pcp, "tp": size // pcp, **common}
+        yield Deployment(**ranks)
+        for dcp in dict.fromkeys((pcp, size)):
+            yield Deployment(dcp=dcp, prefill_kv="sharded", **ranks)
+        yield Deployment(prefill_kv="layer_split", **ranks)
 
 
 def decode_deployments(size: int, draft_tokens: int, cache_dtype: str) -> Iterator[Deployment]:

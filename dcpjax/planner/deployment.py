@@ -10,6 +10,9 @@ from dcpjax.planner.models import ModelShape
 
 PrefillKV = Literal["replicated", "sharded", "layer_split"]
 
+INDEXER = "indexer"
+"""The name of the part of a cache that has the indexer's keys."""
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -22,6 +25,8 @@ class Deployment:
         dcp: ranks that share the tokens of a sequence; with ``pcp`` it is 1, pcp or tp * pcp.
         pcp: ranks that share the tokens of a prompt.
         prefill_kv: where a PCP engine keeps the cache.
+        prefill_gather: "q": without PCP, each DCP rank projects its own tokens of a prompt.
+        index_kv: whether ranks that share tokens each keep the indexer's keys of all of them.
         page_size: tokens of one page of one rank.
         cache_dtype: of cached values; "auto": ``fp8_ds_mla`` for latents, else bfloat16.
         draft_tokens: tokens that the draft layer proposes in each step; 0: no draft.
@@ -39,6 +44,8 @@ class Deployment:
     page_size: int = 64
     cache_dtype: str = "auto"
     draft_tokens: int = 0
+    prefill_gather: Literal["none", "q"] = "none"
+    index_kv: Literal["sharded", "replicated"] = "sharded"
 
     def __post_init__(self) -> None:
         for name in ("tp", "dcp", "pcp", "dp", "page_size"):
@@ -64,6 +71,20 @@ class Deployment:
                 prefill_kv=self.prefill_kv,
                 pcp=self.pcp,
             )
+        if self.prefill_gather == "q" and (self.pcp > 1 or self.dcp == 1):
+            raise UnsupportedCombination(
+                "prefill_gather='q' splits prompts over DCP ranks that have no PCP ranks among "
+                "them",
+                dcp=self.dcp,
+                pcp=self.pcp,
+            )
+        if self.index_kv == "replicated" and self.prefill_kv == "layer_split":
+            raise UnsupportedCombination(
+                "index_kv='replicated' keeps the indexer's keys of all layers on each rank, and "
+                "prefill_kv='layer_split' those of its own layers",
+                index_kv=self.index_kv,
+                prefill_kv=self.prefill_kv,
+            )
 
     @property
     def num_devices(self) -> int:
@@ -75,9 +96,18 @@ class Deployment:
         return self.page_size * self.dcp
 
     @property
+    def weight_dcp(self) -> int:
+        """DCP ranks among the ranks that share the weights."""
+        return max(1, self.dcp // self.pcp)
+
+    @property
     def head_groups(self) -> int:
         """Ranks of one PCP rank that hold different heads."""
-        return self.tp // max(1, self.dcp // self.pcp)
+        return self.tp // self.weight_dcp
+
+    def keeps_whole(self, part: PartWidth) -> bool:
+        """Whether every rank that shares tokens has this part of all of them."""
+        return part.is_draft or (self.index_kv == "replicated" and part.name == INDEXER)
 
     def stored_dtype(self, model: ModelShape) -> str:
         """Of cached values."""
@@ -110,7 +140,7 @@ class Deployment:
                 kv_heads=part.heads,
                 page_size=self.page_size,
                 interleave=self.page_size,
-                is_whole=part.is_draft,
+                is_whole=self.keeps_whole(part),
                 splits_layers=self.prefill_kv == "layer_split",
             )
         except LayoutError as error:
@@ -142,4 +172,8 @@ class Deployment:
             settings["prefill_kv"] = self.prefill_kv
         if self.exchange != "ag_rs":
             settings["dcp_comm_backend"] = self.exchange
+        if self.prefill_gather != "none":
+            settings["prefill_gather"] = self.prefill_gather
+        if self.index_kv != "sharded":
+            settings["index_kv"] = self.index_kv
         return settings

@@ -218,7 +218,11 @@ def _cluster_section(title: str, points: list[dict[str, Any]], document: dict[st
 def _verdict_section(document: dict[str, Any]) -> Section:
     winner = document["winner"]
     rows = [
-        (f"10 % more {s['what']}", f"{s['throughput'] - 1:+.1%}", f"{s['interactivity'] - 1:+.1%}")
+        (
+            f"10 % more {s['what']}",
+            f"{s['throughput'] - 1:+z.1%}",
+            f"{s['interactivity'] - 1:+z.1%}",
+        )
         for s in document["sensitivity"]
     ]
     crossovers = [

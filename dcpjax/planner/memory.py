@@ -3,12 +3,14 @@
 Widths of tokens, pages and pools are the engine's own functions (``cache/widths.py``).
 """
 
+import math
 from dataclasses import dataclass
 
 from dcpjax.cache import widths
 from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
 from dcpjax.errors import ConfigError
-from dcpjax.planner.deployment import Deployment
+from dcpjax.layout import KVPlacement
+from dcpjax.planner.deployment import INDEXER, Deployment
 from dcpjax.planner.hardware import GIB, Device, constant, find_device
 from dcpjax.planner.models import Model, ModelShape, find_model
 from dcpjax.planner.parameters import weight_bytes
@@ -52,7 +54,7 @@ def _target_parts(shape: ModelShape, dtype: str) -> tuple[PartWidth, ...]:
     parts = [PartWidth("latent", shape.num_layers, 1, width)]
     if indexer is not None:
         width = widths.index_token_bytes(indexer.head_dim, dtype)
-        parts.append(PartWidth("indexer", shape.index_layers, 1, width))
+        parts.append(PartWidth(INDEXER, shape.index_layers, 1, width))
     return tuple(parts)
 
 
@@ -162,7 +164,6 @@ def capacity(
     share = constant("memory_utilization").value if utilization is None else utilization
     if not 0 < share <= 1:
         raise ConfigError("utilization is in (0, 1]", utilization=share)
-    parts = deployment_parts(shape, deployment)
     page = page_bytes(shape, deployment)
     workspace = (
         constant("workspace_gib").value * GIB if workspace_bytes is None else workspace_bytes
@@ -180,13 +181,23 @@ def capacity(
         MemoryItem("embedding and head", weights.embedding),
         MemoryItem("draft layer weights", weights.mtp),
         MemoryItem("activations, graphs, buffers", workspace),
-        MemoryItem("temporary copies of a layer", _copied_bytes(deployment, parts, context)),
+        MemoryItem("temporary copies of a layer", _copied_bytes(shape, deployment, context)),
     ]
     used = tuple(item for item in used if item.num_bytes)
     memory = chip.memory_bytes * share
     free = int(memory - sum(item.num_bytes for item in used))
     num_pages = max(0, widths.affordable_pages(free, page))
     return Capacity(shape, chip, deployment, memory, used, page, num_pages)
+
+
+def check_host_memory(host_gib: float) -> None:
+    """Refuse what is no amount of the host's memory.
+
+    Raises:
+        ConfigError: it is below 0, endless or no number.
+    """
+    if not 0 <= host_gib < math.inf:
+        raise ConfigError("the host's memory for prefixes is at least 0 GiB", host_gib=host_gib)
 
 
 def deployment_parts(model: ModelShape, deployment: Deployment) -> tuple[PartWidth, ...]:
@@ -203,12 +214,24 @@ def page_bytes(model: ModelShape, deployment: Deployment) -> int:
 def _part_page_bytes(model: ModelShape, deployment: Deployment, part: PartWidth) -> int:
     placement = deployment.part_placement(part, model)
     layers = max(share.num_layers for share in placement.shares)
-    heads = max(share.num_heads for share in placement.shares)
+    heads = _rank_heads(placement)
     return widths.page_bytes(layers, heads, placement.page_size, part.bytes_per_token)
 
 
-def _copied_bytes(deployment: Deployment, parts: tuple[PartWidth, ...], context: int) -> int:
+def _rank_heads(placement: KVPlacement) -> int:
+    return max(share.num_heads for share in placement.shares)
+
+
+def _copied_bytes(model: ModelShape, deployment: Deployment, context: int) -> int:
     """Temporary copies of a layer's cache that prefill makes: of one layer, and of the next."""
     if deployment.prefill_kv == "replicated":
         return 0
-    return 2 * context * sum(p.heads * p.bytes_per_token for p in parts if not p.is_draft)
+    return (
+        2
+        * context
+        * sum(
+            _rank_heads(deployment.part_placement(part, model)) * part.bytes_per_token
+            for part in deployment_parts(model, deployment)
+            if not deployment.keeps_whole(part)
+        )
+    )

@@ -238,10 +238,12 @@ def _read_experts(config: Mapping[str, Any], num_layers: int) -> Experts | None:
     count = config.get("n_routed_experts") or config.get("num_experts")
     if not count:
         return None
+    types = config.get("mlp_layer_types")
+    dense = int(config.get("first_k_dense_replace") or 0)
     return Experts(
         count=int(count),
         per_token=_count(config, "num_experts_per_tok"),
         shared=int(config.get("n_shared_experts") or 0),
         inner=_count(config, "moe_intermediate_size"),
-        layers=num_layers - int(config.get("first_k_dense_replace") or 0),
+        layers=types.count("sparse") if types else num_layers - dense,
     )

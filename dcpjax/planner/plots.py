@@ -16,6 +16,7 @@ from dcpjax.planner.memory import capacity
 from dcpjax.planner.models import ModelShape
 from dcpjax.planner.sim_report import Report
 from dcpjax.planner.steps import acceptance_length, decode_step
+from dcpjax.planner.transfers import TransferCost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,9 +86,16 @@ def plot_reshard(source: KVPlacement, target: KVPlacement, num_pages: int) -> "F
     palette = np.array([_mixed(*path) for path in ranks])
     table = palette[senders * target.num_ranks + receivers]
     axes.imshow(table, aspect="auto", interpolation="nearest")
-    axes.set_xticks(range(num_pages), [str(rank) for rank in receivers[0]], fontsize=7)
+    pages = [str(rank) for rank in receivers[0]]
+    if len(set(senders[0])) > 1:  # senders have other tokens, not other layers
+        pages = [f"{page}\n← {rank}" for page, rank in zip(pages, senders[0], strict=True)]
+        axes.set_xlabel("page of the sequence, by receiving ← sending rank")
+        axes.set_ylabel("layer")
+    axes.set_xticks(range(num_pages), pages, fontsize=7)
     edges = np.flatnonzero(np.diff(senders[:, 0], prepend=-1))
-    axes.set_yticks(edges, [f"{layer} (rank {senders[layer, 0]})" for layer in edges], fontsize=7)
+    if len(edges) > 1:
+        names = [f"{layer} (rank {senders[layer, 0]})" for layer in edges]
+        axes.set_yticks(edges, names, fontsize=7)
     return figure
 
 
@@ -145,28 +153,34 @@ def plot_frontier(points: Sequence[Point], frontier: Sequence[Point]) -> "Figure
     for point in best:
         where = (point.interactivity, point.device_throughput)
         text = f"{point.candidate.label()}, {point.concurrency} users"
-        axes.annotate(text, where, fontsize=6, xytext=(4, 4), textcoords="offset points")
-    axes.margins(x=0.25, y=0.15)
-    axes.legend(frameon=False)
+        axes.annotate(text, where, fontsize=7, xytext=(5, 4), textcoords="offset points")
+    right = max(p.interactivity for p in (*points, *best))
+    axes.set_xlim(0, 1.75 * right)  # room for the label of the last point
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.15)
+    axes.legend(frameon=False, loc="lower right")
     return figure
 
 
-def plot_transfer(num_bytes: int, device: Device) -> "Figure":
-    """Time to land against descriptors: posting takes over from the wire."""
+def plot_transfer(cost: TransferCost, device: Device) -> "Figure":
+    """Time to land against descriptors: posting takes over from the wire. Marked: the plan."""
     counts = np.geomspace(1, 1e7, 100)
-    wire = num_bytes / (device.scale_out_gb_s * 1e9 * constant("nic_efficiency").value)
-    posting = counts * constant("descriptor_us").value * 1e-6
+    wire, each = cost.wire_seconds(device), constant("descriptor_us").value * 1e-6
     figure, axes = _axes(
-        f"{num_bytes / 1e9:.2f} GB over one link: merged runs decide",
-        "descriptors",
+        f"{cost.busiest_target_bytes / 1e9:.2f} GB over one link: merged runs decide",
+        "descriptors of a rank",
         "seconds until it has landed",
     )
-    axes.plot(counts, wire + posting, color=COLOURS[0], label="in all")
-    axes.plot(counts, posting, "--", color=COLOURS[1], label="posting")
+    axes.plot(counts, wire + counts * each, color=COLOURS[0], label="in all")
+    axes.plot(counts, counts * each, "--", color=COLOURS[1], label="posting")
     axes.axhline(wire, ls=":", color=COLOURS[2], label="the wire alone")
+    planned = [cost.descriptors_per_target(scattered=scattered) for scattered in (False, True)]
+    for count, name, marker in zip(planned, ("side by side", "scattered"), "os", strict=True):
+        label = f"this plan, pages {name}"
+        axes.plot([count], [wire + count * each], marker, color=COLOURS[3], label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=8)
     return figure
 
 

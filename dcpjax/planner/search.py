@@ -7,10 +7,11 @@ from dcpjax.errors import ConfigError
 from dcpjax.planner.candidates import Candidate, Engines, Rejected, candidates, find_engines
 from dcpjax.planner.crossover import dcp_crossover
 from dcpjax.planner.demand import Demand
+from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.evaluate import Point, Setting, evaluate
 from dcpjax.planner.hardware import Device, all_constants, find_device
 from dcpjax.planner.launch import Launch, launch
-from dcpjax.planner.memory import Capacity
+from dcpjax.planner.memory import Capacity, check_host_memory, kv_parts
 from dcpjax.planner.models import Model, ModelShape, find_model
 from dcpjax.planner.provenance import kinds_of
 
@@ -87,9 +88,10 @@ def search(
 
     Raises:
         ConfigError: a context that the model does not have or that fits into no engine (by how
-            much), no devices, a negative host memory.
+            much), no devices, a negative host memory, a type that the cache does not have.
     """
     shape, chip = find_model(model), find_device(device)
+    kv_parts(shape, cache_dtype=Deployment(cache_dtype=cache_dtype).stored_dtype(shape))
     _check(shape, num_devices, demand, host_gib)
     drafts = (3 if shape.mtp_layers else 0) if draft_tokens is None else draft_tokens
     if drafts and not shape.mtp_layers:
@@ -128,8 +130,7 @@ def search(
 def _check(model: ModelShape, num_devices: int, demand: Demand, host_gib: float) -> None:
     if num_devices < 1:
         raise ConfigError("there is at least one device", num_devices=num_devices)
-    if host_gib < 0:
-        raise ConfigError("the host's memory for prefixes is at least 0", host_gib=host_gib)
+    check_host_memory(host_gib)
     if demand.context > model.max_context:
         raise ConfigError(
             "the context is at most what the model was made for: it is "
@@ -212,6 +213,7 @@ def _sensitivity(
             ),
             0.0,
         ),
+        "links within a node": (_with(setting, scale_up_gb_s=device.scale_up_gb_s * MORE), 0.0),
         "links between nodes": (_with(setting, scale_out_gb_s=device.scale_out_gb_s * MORE), 0.0),
         "memory": (setting, (MORE - 1) * target.memory_bytes),
     }

@@ -9,10 +9,10 @@ from dcpjax.errors import ConfigError
 from dcpjax.planner.candidates import Candidate
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import GIB, Device, constant
-from dcpjax.planner.memory import Capacity, capacity, deployment_parts
+from dcpjax.planner.memory import Capacity, capacity, check_host_memory, deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.planner.sim_cluster import Cluster, Failure, Routing
-from dcpjax.planner.sim_step import EngineSpec
+from dcpjax.planner.sim_step import EngineSpec, PromptShape
 from dcpjax.planner.step_times import EstimatedSteps, StepTimes
 from dcpjax.planner.steps import acceptance_length
 from dcpjax.planner.transfers import transfer_cost
@@ -67,6 +67,7 @@ def build_cluster(
     routing: Routing = "least_loaded",
     failures: Sequence[Failure] = (),
     steps: StepTimes | None = None,
+    prompt_shape: PromptShape | None = None,
 ) -> Cluster:
     """The engines of a candidate, one for each copy of the attention.
 
@@ -75,18 +76,23 @@ def build_cluster(
         host_gib: the host's memory for evicted prefixes, of each engine that computes prompts.
         acceptance: tokens of a decode step, default as measured for the model.
         steps: step times of all engines, instead of estimated ones.
+        prompt_shape: how the engines choose a shape for prompts, where their programs have few.
 
     Raises:
-        ConfigError: an engine without room for a single page.
+        ConfigError: an engine without room for a single page, or sizes that no engine has.
     """
+    check_host_memory(host_gib)
     settings: dict[str, Any] = {
         "host_gib": host_gib,
         "max_batch": max_batch,
         "chunk": chunk,
         "steps": steps,
+        "prompt_shape": prompt_shape,
     }
     decode_room = _room(model, device, candidate.decode, context)
-    accepted = acceptance or acceptance_length(model, candidate.decode.draft_tokens)
+    accepted = acceptance
+    if accepted is None:
+        accepted = acceptance_length(model, candidate.decode.draft_tokens)
     is_split = candidate.prefill is not None
     decode_settings: dict[str, Any] = {**settings, "host_gib": 0.0} if is_split else settings
     decode = _engines(decode_room, candidate.num_decode, acceptance=accepted, **decode_settings)
@@ -125,6 +131,7 @@ def _engines(
     max_batch: int,
     chunk: int,
     steps: StepTimes | None,
+    prompt_shape: PromptShape | None,
 ) -> tuple[EngineSpec, ...]:
     deployment = room.deployment
     copies = count * deployment.dp
@@ -139,5 +146,7 @@ def _engines(
         max_batch=max_batch,
         chunk=chunk,
         acceptance=acceptance,
+        prompt_shape=prompt_shape,
+        looks_ahead=not deployment.draft_tokens,  # drafts follow from what was accepted
     )
     return (spec,) * copies

@@ -1,5 +1,6 @@
 """Simulated engines together: who gets a request, how its KV moves, what fails."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,12 +18,24 @@ PREFIX_WEIGHT, LOAD_WEIGHT = 3.0, 2.0
 
 @dataclass(frozen=True)
 class Failure:
-    """An engine that loses everything at ``time`` and is back ``seconds`` later."""
+    """An engine that loses everything at ``time`` and is back ``seconds`` later.
+
+    Raises:
+        ConfigError: times that do not come.
+    """
 
     time: float
     seconds: float
     role: Literal["prefill", "decode"]
     index: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.time < math.inf and 0 < self.seconds < math.inf):
+            raise ConfigError(
+                "an engine fails at a time from 0 on, for some seconds",
+                time=self.time,
+                seconds=self.seconds,
+            )
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,8 @@ class Cluster:
     Attributes:
         prefill: none: the decode engines compute prompts, too.
         num_devices: of all engines, for throughput per device.
+        latency: seconds that a request and its first token are on the way between a client and an
+            engine, which keep no step waiting.
         transfer_base: seconds of a transfer of nothing.
         transfer_per_token: seconds more for each token; transfers into one engine queue up.
         routing: how an engine is chosen, in both roles.
@@ -43,6 +58,7 @@ class Cluster:
     decode: tuple[EngineSpec, ...]
     prefill: tuple[EngineSpec, ...] = ()
     num_devices: int = 1
+    latency: float = 0.0
     transfer_base: float = 0.0
     transfer_per_token: float = 0.0
     routing: Routing = "least_loaded"
@@ -121,7 +137,11 @@ class ClusterState:
 
     def submit(self, job: Job) -> None:
         """Send a request to the engine that computes its prompt."""
-        self._send("prefill" if self.prefill else "decode", job)
+        role = "prefill" if self.prefill else "decode"
+        if self.cluster.latency:
+            self.events.after(self.cluster.latency, lambda: self._send(role, job))
+        else:  # at once: in the order of what else happens now
+            self._send(role, job)
 
     def _send(self, role: str, job: Job) -> None:
         engine = self._choose(role, job)
@@ -155,7 +175,7 @@ class ClusterState:
             engine.release(job)
             self._finish(engine, job)
         else:
-            engine.join(job)
+            engine.go_on(job)
 
     def _hand_over(self, engine: Engine, job: Job) -> None:
         """The prompt is computed: a decode engine takes it when it has room; the pages stay."""

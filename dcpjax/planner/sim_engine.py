@@ -9,11 +9,26 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from dcpjax.planner.events import EventQueue
 from dcpjax.planner.sim_job import Job
-from dcpjax.planner.sim_pool import PagePool, Reservation
+from dcpjax.planner.sim_pool import PagePool
+from dcpjax.planner.sim_prompts import PromptChunk, Prompts, step_seconds
 from dcpjax.planner.sim_step import EngineSpec, Step
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What a step computes beside the answers that go on: chunks, and answers that begin because
+    their KV has landed."""
+
+    chunks: tuple[PromptChunk, ...] = ()
+    landed: tuple[Job, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chunks and not self.landed
 
 
 class Engine:
@@ -40,9 +55,10 @@ class Engine:
         self.is_alive, self.busy_seconds, self.num_steps = True, 0.0, 0
         self.jobs: dict[int, Job] = {}
         self.waiting: deque[Job] = deque()
-        self.prefilling: deque[Job] = deque()
+        self.prefilling = Prompts(spec)
         self._decoding: list[tuple[int, int, Job]] = []
         self._new: list[Job] = []
+        self._landed: list[Job] = []
         self._cached = 0.0
         self._stride = max(1, spec.page_tokens // block_tokens) if block_tokens else 1
         self._ids_are_pages = bool(block_tokens) and block_tokens <= spec.page_tokens
@@ -51,7 +67,8 @@ class Engine:
         self._on_prefilled, self._on_finished = on_prefilled, on_finished
         self._on_reserved: Callable[[Engine, Job], None] | None = None
         self._step: Step | None = None
-        self._chunks: Sequence[tuple[Job, int]] = ()
+        self._plan = _Plan()
+        self._next: _Plan | None = None
         self._firsts: Sequence[Job] = ()
         self._is_between_steps = False
 
@@ -103,8 +120,12 @@ class Engine:
     def join(self, job: Job) -> None:
         """The KV of an admitted request has landed: decode it."""
         job.joined = self.events.now
-        self._new.append(job)
+        self._landed.append(job)
         self.wake()
+
+    def go_on(self, job: Job) -> None:
+        """Decode a request whose prompt the last step has computed here."""
+        self._new.append(job)
 
     def leave(self, job: Job) -> None:
         """Give up the pages of a request that goes on elsewhere, or is given up."""
@@ -120,8 +141,8 @@ class Engine:
         """Lose everything; returns the requests that were here."""
         lost = list(self.jobs.values())
         self.is_alive, self._step = False, None
-        self.jobs, self._decoding, self._new = {}, [], []
-        self._chunks = self._firsts = ()
+        self.jobs, self._decoding, self._new, self._landed = {}, [], [], []
+        self._plan, self._next, self._firsts = _Plan(), None, ()
         self._is_between_steps = False
         self.waiting.clear()
         self.prefilling.clear()
@@ -146,28 +167,44 @@ class Engine:
         if self._step is None:
             self._is_between_steps = True
             self.events.after(0.0, self._begin)
-        elif self._step.is_run and (self._new or self._can_admit()):
+        elif self._step.is_run and (self._landed or self._can_admit()):
             self._cut_run(self._step)
 
     def _can_admit(self) -> bool:
         return bool(self.waiting) and len(self._decoding) < self.spec.max_batch
 
     def _begin(self) -> None:
-        """Start a step if there is something to compute."""
+        """Start a step if there is something to compute, and plan the next one if that is due."""
         if not self.is_alive or self._step is not None:
             return
-        self._admit()
+        self._plan = plan = self._take_plan()
         self._is_between_steps = False
-        self._start_decoding()
-        if not self.prefilling and not self._decoding:
+        self._start_decoding(plan.landed)
+        if not plan.chunks and not self._decoding:
             return
-        seconds = sum(self._take_chunks())
+        for chunk in plan.chunks:
+            if chunk.is_first:
+                chunk.job.started = self.events.now
+        seconds = step_seconds(self.spec, plan.chunks, len(self._decoding))
         if self._decoding:
-            fixed, per_token = self.spec.steps.decode(len(self._decoding))
-            seconds += fixed + per_token * self._cached
-        is_run = not self._chunks and bool(self._decoding)
+            seconds += self.spec.steps.decode(len(self._decoding))[1] * self._cached
+        if self.spec.looks_ahead:
+            self._next = self._make_plan()
+        is_run = not plan.chunks and (self._next is None or self._next.is_empty)
         steps = self._decoding[0][0] - self.num_steps if is_run else 1
         self._begin_step(Step(self.events.now, steps, seconds, self._growth(), is_run))
+
+    def _take_plan(self) -> _Plan:
+        """The plan that was made when the last step began; a new one where it was for nothing."""
+        plan, self._next = self._next, None
+        if plan is None or (plan.is_empty and not self._decoding and not self._new):
+            return self._make_plan()
+        return plan
+
+    def _make_plan(self) -> _Plan:
+        self._admit()
+        landed, self._landed = tuple(self._landed), []
+        return _Plan(self.prefilling.take(), landed)
 
     def _growth(self) -> float:
         """Seconds by which each decode step is longer than the one before."""
@@ -208,49 +245,24 @@ class Engine:
             if self._on_reserved is not None:
                 self._on_reserved(self, job)
             else:
-                self._plan_prompt(job, reservation)
+                self.prefilling.add(job, reservation)
 
     def _num_running(self) -> int:
         return len(self.jobs) - len(self.waiting)
 
-    def _plan_prompt(self, job: Job, found: Reservation) -> None:
-        """What of the prompt is left to compute: at least its last token."""
-        size, last = self.spec.page_tokens, job.turn.num_input - 1
-        job.cached_tokens = min(last, (found.device_pages + found.host_pages) * size)
-        job.host_tokens = found.host_pages * size
-        job.computed = job.cached_tokens
-        self.prefilling.append(job)
-
-    def _take_chunks(self) -> list[float]:
-        """Fill the step with prompt tokens, first come first served; seconds of each chunk."""
-        left, chunks, seconds = self.spec.chunk, list[tuple[Job, int]](), list[float]()
-        for job in self.prefilling:
-            if not left:
-                break
-            tokens = min(left, job.turn.num_input - job.computed)
-            if job.computed == job.cached_tokens:
-                job.started = self.events.now
-                seconds.append(job.host_tokens / self.spec.page_tokens * self.spec.host_seconds)
-            shared = self.spec.steps.fixed if chunks or self._decoding else 0.0
-            chunks.append((job, tokens))
-            seconds.append(max(0.0, self.spec.steps.prefill(tokens, job.computed) - shared))
-            left -= tokens
-        self._chunks = chunks
-        return seconds
-
     def _finish_chunks(self) -> None:
-        chunks, self._chunks = self._chunks, ()
-        for job, tokens in chunks:
-            job.computed += tokens
-            if job.computed == job.turn.num_input:
-                self.prefilling.popleft()
+        chunks, self._plan = self._plan.chunks, _Plan()
+        for chunk in chunks:
+            if chunk.is_last:
+                job = chunk.job
                 job.prefilled = self.events.now
                 self.pool.publish(job.holdings[self.number], self.page_ids(job))
                 self._on_prefilled(self, job)
 
-    def _start_decoding(self) -> None:
+    def _start_decoding(self, landed: Sequence[Job]) -> None:
         """Requests whose prompt is here join the batch."""
-        for job in self._new:
+        begun, self._new = [*self._new, *landed], []
+        for job in begun:
             left = job.turn.num_output - (not self._decodes_first_token)
             job.step_joined = self.num_steps
             job.last_step = self.num_steps + max(1, math.ceil(left / self.spec.acceptance))
@@ -258,7 +270,7 @@ class Engine:
             self._cached += job.turn.num_input
             if self._decodes_first_token:
                 self.pool.publish(job.holdings[self.number], self.page_ids(job))
-        self._firsts, self._new = self._new if self._decodes_first_token else [], []
+        self._firsts = begun if self._decodes_first_token else ()
 
     def _finish_decodes(self, step: "Step") -> None:
         """Count the steps, and let go whoever has all tokens."""

@@ -1,9 +1,15 @@
 """What a simulated engine is, and one of its steps: the numbers, without what happens to them."""
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dcpjax.errors import ConfigError
 from dcpjax.planner.sim_job import Job
 from dcpjax.planner.step_times import StepTimes
+
+PromptShape = Callable[[Sequence[int]], tuple[int, int]]
+"""(rows, width) of a step's block of prompts, by what is left of each, in their order."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,13 @@ class EngineSpec:
         max_batch: sequences at the same time.
         chunk: prompt tokens of a step.
         acceptance: tokens that a decode step yields for each sequence.
+        prompt_shape: how an engine whose programs have few shapes chooses one, instead of taking
+            ``chunk`` tokens of as many prompts as it may be.
+        looks_ahead: a step is planned when the one before it begins, so that devices never wait:
+            what comes in between has to wait for a step more.
+
+    Raises:
+        ConfigError: sizes below 1, or an acceptance that is no number from 1 on.
     """
 
     steps: StepTimes
@@ -27,6 +40,17 @@ class EngineSpec:
     max_batch: int = 256
     chunk: int = 2048
     acceptance: float = 1.0
+    prompt_shape: PromptShape | None = None
+    looks_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_tokens", "max_batch", "chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is at least 1", **{name: getattr(self, name)})
+        if not 1 <= self.acceptance < math.inf:
+            raise ConfigError(
+                "a step yields a token or more for each sequence", acceptance=self.acceptance
+            )
 
     @property
     def num_tokens(self) -> int:

@@ -1,10 +1,13 @@
-"""How long a simulated engine's steps take: estimated, or from a table that was recorded."""
+"""How long a simulated engine's steps take: estimated, or along lines through recorded ones.
+
+A table of an engine whose programs have few shapes is better read by
+:mod:`dcpjax.planner.shaped_steps`.
+"""
 
 import functools
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,8 +20,12 @@ from dcpjax.planner.steps import decode_step, prefill_step
 
 TOKEN_GRAIN, PRIOR_GRAIN = 64, 1024
 """Tokens that estimates of prompt chunks are rounded to, so that few are computed."""
-LONG_CONTEXT = 131_072
-"""Context at which the slope of a decode step is taken."""
+SHORT_CONTEXT, LONG_CONTEXT = 2048, 131_072
+"""Contexts between which the slope of a decode step is taken."""
+
+
+Chunk = tuple[int, int]
+"""Tokens of a prompt that one step computes, and the tokens of the prompt before them."""
 
 
 class StepTimes(Protocol):
@@ -28,14 +35,34 @@ class StepTimes(Protocol):
         """Of a step of ``batch`` sequences: at no context, and more for each cached token."""
         ...
 
+    def with_prompts(self, chunks: Sequence[Chunk], batch: int) -> float:
+        """Of a step with these chunks, and ``batch`` sequences at no context beside them."""
+        ...
+
+
+class ChunkTimes(Protocol):
+    """Seconds of chunks and answers that are alone in their steps."""
+
+    def decode(self, batch: int) -> tuple[float, float]: ...
+
     def prefill(self, tokens: int, prior: int) -> float:
-        """Of a chunk of a prompt after ``prior`` tokens of it, alone in its step."""
+        """Of a chunk."""
         ...
 
     @property
     def fixed(self) -> float:
         """The part of a chunk's time that chunks and answers of one step have in common."""
         ...
+
+
+def added_up(steps: ChunkTimes, chunks: Sequence[Chunk], batch: int) -> float:
+    """Seconds of a step that does one thing after the other, and only once what all have in
+    common."""
+    seconds = [steps.prefill(tokens, prior) for tokens, prior in chunks]
+    answers = steps.decode(batch)[0] if batch else 0.0
+    alone = 0 if batch else 1
+    shared = [max(0.0, one - steps.fixed) for one in seconds[alone:]]
+    return answers + sum(seconds[:alone]) + sum(shared)
 
 
 @dataclass(frozen=True)
@@ -55,6 +82,9 @@ class ConstantSteps:
         del tokens, prior
         return self.prefill_seconds
 
+    def with_prompts(self, chunks: Sequence[Chunk], batch: int) -> float:
+        return added_up(self, chunks, batch)
+
 
 @dataclass(frozen=True)
 class EstimatedSteps:
@@ -71,6 +101,9 @@ class EstimatedSteps:
         rounded = max(TOKEN_GRAIN, round(tokens / TOKEN_GRAIN) * TOKEN_GRAIN)
         return _prefill_seconds(self, rounded, round(prior / PRIOR_GRAIN) * PRIOR_GRAIN)
 
+    def with_prompts(self, chunks: Sequence[Chunk], batch: int) -> float:
+        return added_up(self, chunks, batch)
+
     @property
     def fixed(self) -> float:
         return _launch_seconds(self)
@@ -78,8 +111,11 @@ class EstimatedSteps:
 
 @functools.lru_cache(maxsize=65536)
 def _decode_line(steps: EstimatedSteps, batch: int) -> tuple[float, float]:
-    """Through the estimates at 2K tokens, where sparse attention is full, and at a long context."""
-    start = 2048
+    """Through the estimates at a long context, and at that from which on sparse attention is full,
+    and the choice that ranks exchange."""
+    start = SHORT_CONTEXT
+    if steps.model.indexer is not None:
+        start = steps.model.indexer.topk * steps.deployment.dcp
     low, high = (
         decode_step(steps.model, steps.device, steps.deployment, batch, context).seconds
         for context in (start, LONG_CONTEXT)
@@ -105,14 +141,10 @@ class RecordedSteps:
 
     ``decode = a + b · batch + c · cached tokens``, ``prefill = d + e · tokens + f · tokens ·
     (prior + tokens / 2)``.
-
-    Attributes:
-        widths: chunks that were compiled, ascending: a chunk takes as long as the next wider one.
     """
 
     decode_line: tuple[float, float, float]
     prefill_line: tuple[float, float, float]
-    widths: tuple[int, ...] = ()
 
     def decode(self, batch: int) -> tuple[float, float]:
         fixed, per_sequence, per_token = self.decode_line
@@ -120,65 +152,47 @@ class RecordedSteps:
 
     def prefill(self, tokens: int, prior: int) -> float:
         fixed, per_token, per_pair = self.prefill_line
-        width = _width(tokens, self.widths)
-        return fixed + width * (per_token + per_pair * (prior + width / 2))
+        return fixed + tokens * (per_token + per_pair * (prior + tokens / 2))
 
     @property
     def fixed(self) -> float:
         return self.prefill_line[0]
 
-
-def read_steps(path: Path) -> RecordedSteps:
-    """A table of recorded steps, as JSON.
-
-    ``{"decode": [[batch, cached tokens, seconds], …], "prefill": [[tokens, prior, seconds], …]}``,
-    and where chunks were compiled for some widths only ``"widths": [64, 512]``.
-
-    Raises:
-        ConfigError: no such table.
-    """
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        return fit_steps(table["decode"], table["prefill"], table.get("widths", ()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"a table of steps has lists decode and prefill of three numbers each: {error!r}",
-            path=str(path),
-        ) from error
+    def with_prompts(self, chunks: Sequence[Chunk], batch: int) -> float:
+        return added_up(self, chunks, batch)
 
 
 def fit_steps(
-    decode: Sequence[Sequence[float]],
-    prefill: Sequence[Sequence[float]],
-    widths: Sequence[int] = (),
+    decode: Sequence[Sequence[float]], prefill: Sequence[Sequence[float]]
 ) -> RecordedSteps:
-    """Least squares of the relative error, no coefficient below 0."""
+    """Lines through rows of (batch, cached tokens, seconds) and of (tokens, prior, seconds)."""
     decode_rows = [(1.0, batch, cached) for batch, cached, _ in decode]
-    chunks = [(_width(tokens, widths), prior) for tokens, prior, _ in prefill]
-    prefill_rows = [(1.0, tokens, tokens * (prior + tokens / 2)) for tokens, prior in chunks]
-    return RecordedSteps(
-        _fit(decode_rows, [seconds for *_, seconds in decode]),
-        _fit(prefill_rows, [seconds for *_, seconds in prefill]),
-        tuple(widths),
+    prefill_rows = [(1.0, tokens, tokens * (prior + tokens / 2)) for tokens, prior, _ in prefill]
+    (a, b, c), (d, e, f) = (
+        fit(rows, [seconds for *_, seconds in table])
+        for rows, table in ((decode_rows, decode), (prefill_rows, prefill))
     )
+    return RecordedSteps((a, b, c), (d, e, f))
 
 
-def _width(tokens: float, widths: Sequence[int]) -> float:
-    """Tokens that a chunk computes, padding included."""
-    return next((width for width in widths if width >= tokens), tokens)
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """A coefficient for each column, by least squares of the relative error, none below 0.
 
+    Columns whose coefficient would be negative are left out, the worst first.
 
-def _fit(
-    rows: Sequence[tuple[float, float, float]], seconds: Sequence[float]
-) -> tuple[float, float, float]:
-    """Columns whose coefficient would be negative are left out, the worst first."""
+    Raises:
+        ConfigError: a step that takes no time.
+    """
+    for one in seconds:
+        if not 0 < one < math.inf:
+            raise ConfigError("recorded steps take some seconds each", seconds=one)
     matrix = np.asarray(rows, float) / np.asarray(seconds, float)[:, None]
-    columns = [0, 1, 2]
-    found: Any = np.zeros(3)
+    columns = list(range(matrix.shape[1]))
+    found: Any = np.zeros(matrix.shape[1])
     while columns:
         some, *_ = np.linalg.lstsq(matrix[:, columns], np.ones(len(matrix)), rcond=None)
         if (some >= 0).all():
             found[columns] = some
             break
         del columns[int(np.argmin(some * np.abs(matrix[:, columns]).max(axis=0)))]
-    return float(found[0]), float(found[1]), float(found[2])
+    return [float(one) for one in found]

@@ -5,33 +5,41 @@ not overlap. Rates are the data sheet's times one efficiency for memory and one 
 here is fitted to a whole step; what the estimate misses is on the validation page.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dcpjax.cache.widths import value_bytes
 from dcpjax.planner.data import read_data
-from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.deployment import INDEXER, Deployment
 from dcpjax.planner.hardware import Device, constant
 from dcpjax.planner.memory import deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.planner.parameters import attention_parameters, count_parameters, weight_bytes
 from dcpjax.planner.roofline import INDEX_ID_BYTES, IO_BYTES, indexer_flops
-from dcpjax.planner.traffic import traffic
+from dcpjax.planner.traffic import StepTokens, Traffic, draft_traffic, step_traffic, traffic
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One part of a step on one rank, and what it is bound by."""
+    """One part of a step on one rank, and what it is bound by.
+
+    Attributes:
+        num_bytes: read and written in the rank's memory.
+        link_seconds: that bytes are on the links between ranks.
+        fixed_seconds: that pass whatever the sizes are.
+    """
 
     name: str
     flops: float = 0.0
     num_bytes: float = 0.0
     fixed_seconds: float = 0.0
+    link_seconds: float = 0.0
 
     def seconds(self, device: Device, dtype: str) -> float:
         return self.fixed_seconds + max(self._limits(device, dtype).values())
 
     def bound(self, device: Device, dtype: str) -> str:
-        """``compute``, ``memory`` or ``latency``, whichever takes longest."""
+        """``compute``, ``memory``, ``links`` or ``latency``, whichever takes longest."""
         limits = self._limits(device, dtype)
         limits["latency"] = self.fixed_seconds
         return max(limits, key=lambda name: limits[name])
@@ -39,7 +47,11 @@ class Cost:
     def _limits(self, device: Device, dtype: str) -> dict[str, float]:
         rate = device.tflops(dtype) * 1e12 * constant("compute_efficiency").value
         bandwidth = device.memory_tb_s * 1e12 * constant("memory_efficiency").value
-        return {"compute": self.flops / rate, "memory": self.num_bytes / bandwidth}
+        return {
+            "compute": self.flops / rate,
+            "memory": self.num_bytes / bandwidth,
+            "links": self.link_seconds,
+        }
 
 
 @dataclass(frozen=True)
@@ -83,13 +95,15 @@ def decode_step(
 
     With a draft: the verification of all its tokens, and the draft's own forwards.
     """
-    tokens = batch * (1 + deployment.draft_tokens)
+    step = StepTokens(batch, 1 + deployment.draft_tokens, context=int(context))
+    tokens = step.decode
+    exchanges = [found(model, deployment, step) for found in (step_traffic, draft_traffic)]
     costs = [
         _projections(model, deployment, tokens),
         *_attention(model, deployment, tokens, batch, context),
         *_feed_forward(model, deployment, tokens),
         _head(model, deployment, tokens),
-        Cost("collectives", fixed_seconds=traffic(model, deployment, tokens).seconds(device)),
+        _collectives(exchanges, device),
         _floors(model),
     ]
     if deployment.draft_tokens:
@@ -109,10 +123,16 @@ def prefill_step(
         *_prompt_attention(model, deployment, own, prior + tokens / 2),
         *_feed_forward(model, deployment, own, is_prompt=True),
         _head(model, deployment, 1),
-        Cost("collectives", fixed_seconds=exchange.seconds(device)),
+        _collectives([exchange], device),
         replace(_floors(model), fixed_seconds=_floors(model).fixed_seconds + overhead),
     ]
     return StepCost(device, model.weights, tuple(costs))
+
+
+def _collectives(exchanges: Sequence[Traffic], device: Device) -> Cost:
+    latency = sum(one.latency(device) for one in exchanges)
+    seconds = sum(one.seconds(device) for one in exchanges)
+    return Cost("collectives", fixed_seconds=latency, link_seconds=seconds - latency)
 
 
 def _projections(model: ModelShape, deployment: Deployment, tokens: float) -> Cost:
@@ -144,9 +164,10 @@ def _attention(
     flops = 2 * tokens * heads * rows * widths
     costs = [Cost("attention", latent.layers * flops, latent.layers * num_bytes)]
     if model.indexer is not None:
-        index = parts["indexer"]
-        scores = index.layers * tokens * indexer_flops(model, local)
-        costs.append(Cost("indexer", scores, index.layers * batch * local * index.bytes_per_token))
+        index = parts[INDEXER]
+        scored = context if deployment.keeps_whole(index) else local
+        scores = index.layers * tokens * indexer_flops(model, scored)
+        costs.append(Cost(INDEXER, scores, index.layers * batch * scored * index.bytes_per_token))
     return costs
 
 
@@ -170,7 +191,7 @@ def _prompt_attention(
     scores = model.index_layers * own * indexer_flops(model, seen)
     return [
         Cost("attention", model.num_layers * flops, model.num_layers * num_bytes),
-        Cost("indexer", scores, model.index_layers * seen * parts["indexer"].bytes_per_token),
+        Cost(INDEXER, scores, model.index_layers * seen * parts[INDEXER].bytes_per_token),
     ]
 
 
@@ -195,7 +216,7 @@ def _feed_forward(
     held = experts.count / ranks * touched + experts.shared
     work = 2 * everywhere * (experts.per_token + experts.shared) * one / ranks
     fixed = 0.0
-    if ranks > deployment.tp:  # tokens travel to the ranks of their experts, and back
+    if deployment.dp > 1:  # tokens travel to the ranks of their experts, and back
         floor = constant("expert_exchange_floor_us").value
         each = constant("expert_exchange_us_per_token").value
         fixed = experts.layers * max(floor, each * tokens) * 1e-6

@@ -57,7 +57,7 @@ def read_mooncake(path: Path) -> tuple[Sequence[Session], int]:
         last = time
         num_input = int(_number(row, "input_length", where, least=1))
         num_output = int(_number(row, "output_length", where))
-        ids = _list({"hash_ids": [], **row}, "hash_ids", where)
+        ids = _ids({"hash_ids": [], **row}, where)
         if len(ids) != -(-num_input // MOONCAKE_BLOCK):
             raise TraceError(
                 f"hash_ids has an id for each {MOONCAKE_BLOCK} tokens of the prompt",
@@ -115,13 +115,16 @@ def read_weka(path: Path) -> tuple[Sequence[Session], int]:
 
 
 def _conversation(trace: dict[str, Any], first_id: int, where: dict[str, Any]) -> list[Session]:
-    requests = _list(trace, "requests", where)
+    requests = _entries(trace, where)
     own = [entry for entry in requests if entry.get("type") != "subagent"]
     sessions = [Session(0.0, _turns(own, first_id, where))]
     for entry in requests:
         if entry.get("type") == "subagent":
-            start = _number(entry, "t", where) - (entry.get("duration_ms") or 0) / 1000
-            turns = _turns(_list(entry, "requests", where), first_id, where)
+            length = _number(
+                {**entry, "duration_ms": entry.get("duration_ms") or 0}, "duration_ms", where
+            )
+            start = _number(entry, "t", where) - length / 1000
+            turns = _turns(_entries(entry, where), first_id, where)
             sessions.append(Session(max(0.0, start), turns))
     return [session for session in sessions if session.turns]
 
@@ -137,10 +140,10 @@ def _turns(
         if time < last:
             raise TraceError("the times of a conversation do not fall", **at, t=time, before=last)
         think = min(LONGEST_PAUSE, _number({"think_time": 0.0, **entry}, "think_time", at))
-        ids = _list(entry, "hash_ids", at)
+        ids = _ids(entry, at)
         num_input = int(_number(entry, "in", at, least=1))
         num_output = max(1, int(_number(entry, "out", at)))
-        blocks = tuple(first_id + int(block) for block in ids)
+        blocks = tuple(first_id + block for block in ids)
         turns.append(Turn(num_input, num_output, blocks, think if index else 0.0))
         last = time
     return tuple(turns)
@@ -211,6 +214,21 @@ def _list(entry: dict[str, Any], key: str, where: dict[str, Any]) -> list[Any]:
     if not isinstance(value, list):
         raise TraceError(f"{key} is a list", **where, **{key: value})
     return cast(list[Any], value)
+
+
+def _entries(entry: dict[str, Any], where: dict[str, Any]) -> list[dict[str, Any]]:
+    requests = _list(entry, "requests", where)
+    if not all(isinstance(request, dict) for request in requests):
+        raise TraceError("requests is a list of JSON objects", **where)
+    return requests
+
+
+def _ids(entry: dict[str, Any], where: dict[str, Any]) -> list[int]:
+    ids = _list(entry, "hash_ids", where)
+    wrong = [one for one in ids if isinstance(one, bool) or not isinstance(one, int)]
+    if wrong:
+        raise TraceError("hash_ids is a list of whole numbers", **where, found=wrong[0])
+    return ids
 
 
 def _number(entry: dict[str, Any], key: str, where: dict[str, Any], least: float = 0) -> float:

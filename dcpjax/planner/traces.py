@@ -7,6 +7,7 @@ Prefixes are block ids: equal ids stand for equal tokens, and an id stands for i
 blocks before it. A list has only the full blocks of a prompt.
 """
 
+import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,15 +99,17 @@ def load_trace(path: str | Path, kind: str | None = None) -> Trace:
             ``azure`` (CSV); default: by the name of the file.
 
     Raises:
-        TraceError: no such file or kind, or a line that is wrong, with its number.
+        TraceError: no such file or kind, no text, or a line that is wrong, with its number.
     """
     path = Path(path)
     if not path.exists():
         raise TraceError("the trace exists", path=str(path))
-    kind = kind or _kind_of(path)
-    if kind not in READERS:
+    if kind is not None and kind not in READERS:
         raise TraceError("the kind of trace is known", kind=kind, known=list(READERS))
-    sessions, block_size = READERS[kind](path)
+    try:
+        sessions, block_size = READERS[kind or _kind_of(path)](path)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"a trace is a file of text: {error}", path=str(path)) from error
     if not sessions:
         raise TraceError("a trace has at least one request", path=str(path))
     return Trace(path.stem, tuple(sessions), block_size)

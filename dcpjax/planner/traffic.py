@@ -1,64 +1,22 @@
 """Messages between the ranks of an engine: which collectives a step has, and how large they are.
 
-The collectives of a step with key and value heads are those of our own compiled programs, which a
-test compares with this list one by one.
+The collectives are those of our own compiled programs: a test compares the two lists one by one.
+Each sum counts by itself, although a compiler may make one message of two that follow each other.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import replace
 
 from dcpjax.cache.widths import value_bytes
-from dcpjax.layout.heads import HeadLayout
+from dcpjax.planner.attention_traffic import PARTIAL_BYTES, AttentionTraffic
+from dcpjax.planner.collectives import Collective as Collective
+from dcpjax.planner.collectives import StepTokens as StepTokens
+from dcpjax.planner.collectives import Traffic as Traffic
 from dcpjax.planner.deployment import Deployment
-from dcpjax.planner.hardware import Device, collective_seconds
-from dcpjax.planner.memory import deployment_parts
 from dcpjax.planner.models import ModelShape
 
-CollectiveKind = Literal["all-gather", "reduce-scatter", "all-to-all", "all-reduce"]
-
-PARTIAL_BYTES = 4
-"""Of a value of partial attention results, which are float32."""
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a step.
-
-    Attributes:
-        purpose: what is exchanged.
-        ranks: size of a group.
-        num_bytes: the whole message: the gathered result, what is scattered or summed, all that a
-            rank exchanges.
-        count: times per step.
-    """
-
-    kind: CollectiveKind
-    purpose: str
-    ranks: int
-    num_bytes: int
-    count: int
-
-    def seconds(self, device: Device) -> float:
-        """All of a step's."""
-        return self.count * collective_seconds(self.kind, self.ranks, self.num_bytes, device)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a step exchanges."""
-
-    collectives: tuple[Collective, ...]
-
-    @property
-    def num_messages(self) -> int:
-        return sum(item.count for item in self.collectives)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(item.count * item.num_bytes for item in self.collectives)
-
-    def seconds(self, device: Device) -> float:
-        return sum(item.seconds(device) for item in self.collectives)
+PREFIX_BYTES = 8
+"""Of what a rank says about the tokens before a chunk: their number, and a digest."""
 
 
 def traffic(
@@ -73,99 +31,118 @@ def traffic(
     """The collectives of one step of ``tokens`` tokens on one copy of the attention.
 
     Args:
-        context: tokens before a prompt chunk: PCP ranks that share a cache gather all of it.
+        tokens: one of each sequence that is generated, or those of a chunk of a prompt.
+        context: tokens of a sequence before them.
         dtype: of activations.
     """
+    step = StepTokens(decode_rows=tokens, context=context)
+    if is_prefill:
+        step = StepTokens(prompt_rows=1, prompt_width=tokens, context=context + tokens)
+    return step_traffic(model, deployment, step, dtype=dtype)
+
+
+def step_traffic(
+    model: ModelShape, deployment: Deployment, step: StepTokens, *, dtype: str = "bfloat16"
+) -> Traffic:
+    """The collectives of one step, without what drafts for the next one.
+
+    Raises:
+        UnsupportedCombination: a deployment that the model's attention does not have.
+    """
     item = value_bytes(dtype)
-    if deployment.pcp > 1:
-        attention = _prompt_gathers(model, deployment, tokens if is_prefill else 0, context)
-    else:
-        attention = decode_collectives(model, deployment, tokens, item)
-    sums = _hidden_sums(model, deployment, tokens, item)
-    return Traffic((*attention, *sums))
-
-
-def decode_collectives(
-    model: ModelShape, deployment: Deployment, tokens: int, item: int
-) -> tuple[Collective, ...]:
-    """Around the attention of each layer, where DCP ranks gather queries and merge outputs."""
-    ranks, layers = deployment.dcp, model.num_layers
-    if ranks == 1:
-        return ()
-    heads, key_width, out_width = _group_widths(model, deployment)
-    queries = tokens * heads * key_width * item
-    outputs = tokens * heads * out_width * PARTIAL_BYTES
-    lses = tokens * heads * PARTIAL_BYTES
-    gather = Collective("all-gather", "queries", ranks, queries, layers)
-    if deployment.exchange == "a2a":
-        exchange = Collective("all-to-all", "outputs and lse", ranks, outputs + lses, layers)
-        return (gather, exchange)
-    return (
-        gather,
-        Collective("all-gather", "lse", ranks, ranks * lses, layers),
-        Collective("reduce-scatter", "outputs", ranks, outputs, layers),
+    return Traffic.of(
+        (
+            *_prefixes(deployment, step),
+            *AttentionTraffic(model, deployment, item).of(step),
+            *_hidden_sums(model, deployment, step, item),
+            *_expert_exchanges(model, deployment, step, item),
+            *_outputs(model, deployment, step, item),
+        )
     )
 
 
-def _group_widths(model: ModelShape, deployment: Deployment) -> tuple[int, int, int]:
-    """Query heads of a head group, zeros included, and the widths of queries and outputs."""
-    if model.latent:
-        heads = -(-model.num_heads // deployment.head_groups)
-        return heads, model.latent.key_width, model.latent.kv_rank
-    layout = HeadLayout(model.num_heads, model.num_kv_heads, deployment.head_groups, deployment.dcp)
-    return layout.group_heads, model.head_dim, model.head_dim
+def draft_traffic(
+    model: ModelShape, deployment: Deployment, step: StepTokens, *, dtype: str = "bfloat16"
+) -> Traffic:
+    """The collectives of what drafts behind a step: its layer has all tokens on every rank.
+
+    The first draft goes over all tokens of the step, each further one over one token a sequence.
+    """
+    further = deployment.draft_tokens - 1
+    if further < 0:
+        return Traffic(())
+    item, sizes = value_bytes(dtype), ((step.decode + step.prompt, 1), (step.rows, further))
+    return Traffic.of(
+        replace(one, count=count)
+        for tokens, count in sizes
+        for one in _draft(model, deployment, tokens, step.rows, item)
+    )
+
+
+def _prefixes(deployment: Deployment, step: StepTokens) -> Iterator[Collective]:
+    """Ranks that send layers to each other compare what they have before each chunk."""
+    if deployment.prefill_kv == "layer_split":
+        ranks = deployment.tp * deployment.pcp
+        num_bytes = ranks * step.prompt_rows * PREFIX_BYTES
+        yield Collective("all-gather", "prefixes", ranks, num_bytes, 1)
 
 
 def _hidden_sums(
-    model: ModelShape, deployment: Deployment, tokens: int, item: int
-) -> tuple[Collective, ...]:
-    """Sums of hidden states after embedding, attention and feed-forward, and the choice of tokens.
+    model: ModelShape, deployment: Deployment, step: StepTokens, item: int
+) -> Iterator[Collective]:
+    """Sums of hidden states after embedding and feed-forward."""
+    tokens = step.decode + step.prompt // deployment.pcp
+    hidden, ranks = tokens * model.hidden_size * item, deployment.tp
+    yield Collective("all-reduce", "embedding", ranks, hidden, 1)
+    yield Collective("all-reduce", "feed-forward outputs", ranks, hidden, model.num_layers)
 
-    With experts over all ranks of several copies, tokens travel instead: see the floors of
-    :mod:`dcpjax.planner.roofline`.
+
+def _expert_exchanges(
+    model: ModelShape, deployment: Deployment, step: StepTokens, item: int
+) -> Iterator[Collective]:
+    """PCP ranks have different experts: prompt tokens travel to all ranks, and their sums back.
+
+    With experts over the ranks of several copies, other things travel: see
+    :mod:`dcpjax.planner.steps`.
     """
-    ranks = deployment.tp
-    if ranks == 1:
-        return ()
-    hidden = tokens * model.hidden_size * item
-    best = 2 * ranks * tokens * PARTIAL_BYTES
-    return (
-        Collective("all-reduce", "embedding", ranks, hidden, 1),
-        Collective("all-reduce", "attention outputs", ranks, hidden, model.num_layers),
-        Collective("all-reduce", "feed-forward outputs", ranks, hidden, model.num_layers),
-        Collective("all-gather", "most likely tokens", ranks, best, 1),
-    )
+    if model.experts is None:
+        return
+    ranks, layers = deployment.pcp, model.experts.layers
+    prompt, decode = (tokens * model.hidden_size for tokens in (step.prompt, step.decode))
+    yield Collective("all-gather", "inputs of experts", ranks, prompt * item, layers)
+    yield Collective("all-gather", "which inputs are padding", ranks, step.prompt, min(1, layers))
+    yield Collective("reduce-scatter", "outputs of experts", ranks, prompt * PARTIAL_BYTES, layers)
+    yield Collective("all-reduce", "outputs of experts", ranks, decode * PARTIAL_BYTES, layers)
 
 
-def _prompt_gathers(
-    model: ModelShape, deployment: Deployment, tokens: int, context: int
-) -> tuple[Collective, ...]:
-    """New KV of a chunk to all PCP ranks; with a shared cache, the prior tokens as well."""
-    gathered = tokens + (context if deployment.prefill_kv == "sharded" else 0)
-    if not gathered:
-        return ()
-    prior = "shared KV" if deployment.prefill_kv == "sharded" else "new KV"
-    collectives = [
-        Collective(
-            "all-gather",
-            f"{prior}: {part.name}",
-            deployment.pcp,
-            gathered * part.heads * part.bytes_per_token,
-            part.layers,
+def _outputs(
+    model: ModelShape, deployment: Deployment, step: StepTokens, item: int
+) -> Iterator[Collective]:
+    """The states of last tokens, the choice of tokens, and the states that a draft layer needs."""
+    state = model.hidden_size * item
+    yield Collective("all-reduce", "last tokens", deployment.pcp, step.prompt_rows * state, 1)
+    yield _choice(deployment, step.outputs)
+    if deployment.draft_tokens:
+        yield Collective(
+            "all-gather", "states to draft from", deployment.pcp, step.prompt * state, 1
         )
-        for part in deployment_parts(model, deployment)
-        if not part.is_draft
-    ]
-    if deployment.prefill_kv == "layer_split" and context:
-        collectives += [
-            Collective(
-                "all-gather",  # a broadcast takes about as long
-                f"prefix from its owner: {part.name}",
-                deployment.pcp,
-                context * part.heads * part.bytes_per_token,
-                part.layers,
-            )
-            for part in deployment_parts(model, deployment)
-            if not part.is_draft
-        ]
-    return tuple(collectives)
+
+
+def _choice(deployment: Deployment, rows: int) -> Collective:
+    """The most likely token of each rank's share of the vocabulary, and its logit."""
+    ranks = deployment.tp
+    num_bytes = 2 * ranks * rows * PARTIAL_BYTES
+    return Collective("all-gather", "most likely tokens", ranks, num_bytes, 1)
+
+
+def _draft(
+    model: ModelShape, deployment: Deployment, tokens: int, rows: int, item: int
+) -> Iterator[Collective]:
+    """One draft: its layer over ``tokens`` tokens, the choice for ``rows`` of them."""
+    values, ranks = tokens * model.hidden_size, deployment.tp
+    for purpose in ("embedding", "attention outputs", "feed-forward outputs"):
+        yield Collective("all-reduce", f"draft: {purpose}", ranks, values * item, 1)
+    if model.experts is not None:
+        sums = values * PARTIAL_BYTES
+        yield Collective("all-reduce", "draft: outputs of experts", deployment.pcp, sums, 1)
+    yield _choice(deployment, rows)

@@ -58,9 +58,13 @@ class TransferCost:
 
     def posting_seconds(self, *, scattered: bool = False) -> float:
         """Descriptors are posted by each target rank, side by side."""
+        count = self.descriptors_per_target(scattered=scattered)
+        return count * constant("descriptor_us").value * 1e-6
+
+    def descriptors_per_target(self, *, scattered: bool = False) -> float:
+        """Of each rank that gets something, on average."""
         targets = np.count_nonzero(self.bytes_by_path.sum(axis=0)) or 1
-        count = self.scattered_descriptors if scattered else self.num_descriptors
-        return count / targets * constant("descriptor_us").value * 1e-6
+        return (self.scattered_descriptors if scattered else self.num_descriptors) / targets
 
     def seconds(self, device: Device, *, scattered: bool = False) -> float:
         """Until the last byte has landed, from when both engines are ready."""

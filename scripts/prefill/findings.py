@@ -8,7 +8,7 @@ from typing import Any
 
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.models import find_model
-from dcpjax.planner.traffic import traffic
+from dcpjax.planner.traffic import StepTokens, step_traffic
 from scripts.prefill.models import score_widths
 from scripts.prefill.overlap import Overlap, exchanged, find_exchanges, find_overlaps
 from scripts.prefill.program import Program
@@ -57,10 +57,8 @@ class Findings:
 
     @cached_property
     def exchanged_bytes(self) -> int:
-        """Of all collectives, but for the sum of the last token's hidden states."""
-        hidden = self.step.shape.num_outputs * self.step.blueprint.model.hidden_size
-        own = sum(array.num_bytes for array in exchanged(self.program))
-        return own - (hidden * VALUE_BYTES if self.step.ranks > 1 else 0)
+        """Of all collectives."""
+        return sum(array.num_bytes for array in exchanged(self.program))
 
     def layer_bytes(self) -> dict[str, dict[str, float]]:
         """Bytes that each part exchanges in one of its layers: of new rows, and of copies."""
@@ -99,14 +97,13 @@ def predicted_bytes(step: PromptStep, values: Mapping[str, Any]) -> int:
         page_size=config.block_size,
         cache_dtype="float32",
     )
-    found = traffic(
-        find_model(dict(values)),
-        deployment,
-        step.chunk,
+    shape = step.shape
+    tokens = StepTokens(
+        prompt_rows=shape.prefill_rows,
+        prompt_width=shape.prefill_width,
         context=step.copied_tokens,
-        is_prefill=True,
-        dtype="float32",
     )
+    found = step_traffic(find_model(dict(values)), deployment, tokens, dtype="float32")
     return found.num_bytes
 
 

@@ -71,7 +71,8 @@ class PromptStep:
         """With the least page table that the engine has for the context."""
         page = self.config.virtual_page_size
         widths = (w for w in self.blueprint.table_widths if w * page >= self.context)
-        return StepShape(0, 1, self.chunk, min(widths))
+        is_split = self.config.residency == "layer_split"
+        return StepShape(0, 1, self.chunk, min(widths), checks_prefixes=is_split)
 
     @property
     def copied_tokens(self) -> int:

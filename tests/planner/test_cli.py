@@ -1,10 +1,6 @@
 """``dcpjax plan`` and ``dcpjax simulate``: output, files, and errors that end with exit code 2."""
 
 import json
-import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -65,72 +61,6 @@ def test_a_small_model_s_winner_is_started_with_the_printed_commands():
         parse(command)
 
 
-class Page(HTMLParser):
-    """Balanced tags, and what the page asks for."""
-
-    VOID = {"meta", "br", "img", "link"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.asked: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list) -> None:
-        self.seen.append(tag)
-        self.asked += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("plan") / "plan.html"
-    output(*PLAN, "--html", str(file), "--plots", str(file.parent / "plots"))
-    return file
-
-
-def test_the_page_is_whole_and_asks_for_nothing(page: Path):
-    reader = Page()
-    text = page.read_text()
-    reader.feed(text)
-    assert reader.open == []
-    assert "script" not in reader.seen and reader.seen.count("svg") == 5
-    assert all(value.startswith(("#", "data:")) for value in reader.asked)  # in the pictures
-    assert "@import" not in text and not re.search(r"url\((?!#)", text)
-
-
-def test_pictures_are_files_too(page: Path):
-    names = {path.name for path in (page.parent / "plots").iterdir()}
-    assert names == {
-        *("frontier.svg", "capacity_by_dcp.svg", "time_per_token_by_context.svg"),
-        *("reshard.svg", "transfer_time.svg"),
-    }
-
-
-@pytest.mark.skipif(
-    shutil.which("chromium") is None,
-    reason="Chromium is not installed here; the page is checked as text as well",
-)
-def test_the_page_is_shown_by_a_browser(page: Path):
-    shown = subprocess.run(
-        ["chromium", "--headless", "--no-sandbox", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert shown.stdout.count("<svg") == 5 and "Verdict" in shown.stdout
-
-
 # simulate
 
 
@@ -160,9 +90,7 @@ def test_made_up_traffic_as_tables_and_page(tmp_path: Path):
     file = tmp_path / "report.html"
     text = output(*SIMULATE, "--num-requests", "20", "--num-turns", "2", "--html", str(file))
     assert "time to first token" in text and "tokens/s/user" in text
-    reader = Page()
-    reader.feed(file.read_text())
-    assert reader.open == [] and reader.seen.count("svg") == 1
+    assert file.read_text().count("<svg") == 1
 
 
 def test_recorded_steps_replace_estimates(tmp_path: Path):
@@ -194,7 +122,7 @@ def test_recorded_steps_replace_estimates(tmp_path: Path):
         ([*PLAN, "--concurrency", "-2"], "concurrency"),
         ([*PLAN, "--num-input", "1M", "--num-output", "1K"], "longest context"),
         ([*PLAN, "--tpot", "0"], "objectives"),
-        ([*PLAN, "--kv-cache-dtype", "int4"], "int4"),
+        ([*PLAN, "--kv-cache-dtype", "int4"], "Error: the type of cached values is known"),
         ([*PLAN, "--html", "/no/such/folder/x.html"], "cannot write"),
         ([*SIMULATE, "--trace", "/no/such/trace"], "trace exists"),
         ([*SIMULATE, "--decode", "much"], "engines are written"),
@@ -206,6 +134,14 @@ def test_recorded_steps_replace_estimates(tmp_path: Path):
         ([*SIMULATE, "--concurrency", "0"], "concurrency"),
         ([*SIMULATE, "--steps", "/no/such/table"], "table of steps"),
         ([*SIMULATE, "--num-requests", "-1"], "num_requests"),
+        ([*PLAN, "--host-gib", "nan"], "host's memory"),
+        ([*SIMULATE, "--host-gib", "-4"], "host's memory"),
+        ([*SIMULATE, "--acceptance-length", "0"], "a token or more"),
+        ([*SIMULATE, "--acceptance-length", "nan"], "a token or more"),
+        ([*SIMULATE, "--max-num-seqs", "0"], "max_batch is at least 1"),
+        ([*SIMULATE, "--max-num-batched-tokens", "0"], "chunk is at least 1"),
+        ([*SIMULATE, "--fail", "decode:0:nan:1"], "fails at a time from 0 on"),
+        ([*SIMULATE, "--fail", "decode:0:1:0"], "fails at a time from 0 on"),
         (
             [*SIMULATE, "--trace", str(TRACES / "azure23_conv.csv"), "--max-model-len", "1"],
             "no session",

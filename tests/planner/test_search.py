@@ -50,10 +50,16 @@ def parse(command: str) -> None:
 
 
 def test_the_winner_of_seed_c_is_found(glm):
-    """16 H200, contexts of 1M tokens: prompts split by tokens over a sharded cache."""
-    assert glm.winner.candidate.prefill == Deployment(
-        pcp=8, dcp=8, prefill_kv="sharded", draft_tokens=3
-    )
+    """16 H200, contexts of 1M tokens: prompts split by tokens over a sharded cache.
+
+    The source compares engines whose PCP ranks have all heads. With the heads of attention split as
+    well, more memory is left for prefixes.
+    """
+    sources = [point.candidate.prefill for point in glm.points if point.candidate.prefill]
+    compared = [source for source in sources if source.tp == 1 or source.pcp == 1]
+    best = Deployment(pcp=8, dcp=8, prefill_kv="sharded", draft_tokens=3)
+    assert compared[0] == best
+    assert sources[0] == replace(best, pcp=4, tp=2)
     reasons = {(item.role, item.deployment): item.reason for item in glm.rejected}
     dp8 = reasons["prefill", Deployment(dp=8, draft_tokens=3)]
     assert "takes 53.4 GiB of each rank" in dp8 and "39.0 GiB short" in dp8
@@ -172,7 +178,7 @@ def test_experts_are_split_over_all_ranks_of_an_engine(residency):
 
 def test_a_plan_names_a_winner_and_the_best_that_is_served(glm):
     point, commands = glm.servable
-    assert glm.winner.candidate.prefill.pcp == 8
+    assert glm.winner.candidate.prefill.pcp > 1
     assert commands.commands
     best = launch(glm.setting, glm.winner.candidate, "x")
     assert (point is glm.winner) == (best is not None)

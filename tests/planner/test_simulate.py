@@ -87,11 +87,14 @@ engines = st.builds(
     max_batch=st.integers(1, 12),
     chunk=st.sampled_from([16, 100, 4096]),
     acceptance=st.sampled_from([1.0, 2.5]),
+    prompt_shape=st.sampled_from([None, None, lambda left: (1, 64), lambda left: (len(left), 16)]),
+    looks_ahead=st.booleans(),
 )
 clusters = st.builds(
     Cluster,
     decode=st.lists(engines, min_size=1, max_size=3).map(tuple),
     prefill=st.lists(engines, max_size=2).map(tuple),
+    latency=st.sampled_from([0.0, 0.02]),
     transfer_base=st.sampled_from([0.0, 0.01]),
     transfer_per_token=st.sampled_from([0.0, 1e-5]),
     routing=st.sampled_from(["round_robin", "least_loaded", "prefix"]),

@@ -81,14 +81,16 @@ def test_exchanges_of_one_sequence_are_latency():
 
 
 def test_gathering_the_context_costs_what_the_facts_say():
-    """Facts C3: 9.9 ms at 64K tokens, 37.5 + 2 ms at 248K."""
+    """Facts C3: 9.9 ms at 64K tokens, 37.5 + 2 ms at 248K; and a message more in each layer."""
+    messages = (78 + 21) * collective_seconds("all-gather", 8, 0, H200) * 1e3
     shared = Deployment(pcp=8, dcp=8, prefill_kv="sharded")
     for context, milliseconds in ((65536, 10.4), (248_000, 39.5)):
         found = [
             prefill_step(GLM, H200, d, 2048, context - 2048).by_part()["collectives"]
             for d in (shared, Deployment(pcp=8))
         ]
-        assert (found[0] - found[1]) * 1e3 == pytest.approx(milliseconds, rel=0.05)
+        gathered = (found[0] - found[1]) * 1e3 - messages
+        assert gathered == pytest.approx(milliseconds, rel=0.05)
 
 
 def test_the_indexer_is_repeated_under_tp_and_divided_under_pcp():

@@ -98,6 +98,8 @@ ROW = {"timestamp": 5, "input_length": 600, "output_length": 2, "hash_ids": [1, 
         ({**ROW, "output_length": "many"}, "output_length"),
         ({**ROW, "hash_ids": [1]}, "an id for each 512 tokens"),
         ({**ROW, "hash_ids": None}, "hash_ids is a list"),
+        ({**ROW, "hash_ids": [1, [2]]}, "list of whole numbers"),
+        ({**ROW, "hash_ids": [1, True]}, "list of whole numbers"),
         ({key: value for key, value in ROW.items() if key != "timestamp"}, "timestamp"),
     ],
 )
@@ -138,6 +140,10 @@ def test_wrong_azure_lines_are_named(line, match, tmp_path):
         ([{"t": 0, "in": 64, "out": 1}], "hash_ids is a list"),
         ([turn(0, 64, out=None)], "out is a number"),
         (5, "requests is a list"),
+        ([turn(5, 64), 5], "list of JSON objects"),
+        ([{**turn(0, 64), "hash_ids": ["x"]}], "list of whole numbers"),
+        ([{"type": "subagent", "t": 1, "duration_ms": "x", "requests": []}], "duration_ms"),
+        ([{"type": "subagent", "t": 1, "requests": [None]}], "list of JSON objects"),
     ],
 )
 def test_wrong_conversations_are_named(requests, match, tmp_path):
@@ -169,6 +175,18 @@ def test_missing_and_empty_traces_are_refused(tmp_path):
         load_trace(tmp_path / "empty.jsonl")
     with pytest.raises(TraceError, match="kind of trace"):
         load_trace(tmp_path / "empty.jsonl", kind="csv")
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "weka", "azure"])
+def test_files_that_are_no_text_are_refused(kind, tmp_path):
+    names = {"mooncake": "x.jsonl", "weka": "x.json", "azure": "x.csv"}
+    path = tmp_path / names[kind]
+    path.write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(TraceError, match="file of text"):
+        load_trace(path, kind)
+    if kind != "weka":  # whose traces may be folders
+        with pytest.raises(TraceError, match="file of text"):
+            load_trace(tmp_path, kind)
 
 
 # Made-up traces, and what is done with traces
