@@ -6,6 +6,7 @@ token once, and then each pair of a query and a token ``D + Dv`` instead of ``2 
 aside. Knows nothing of collectives.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -64,34 +65,62 @@ def expanded_attention(
     Returns:
         out, lse (natural log), float32; (0, −inf) for a query that sees nothing here.
     """
-    sharding, num_heads = block.sharding, q.shape[1]
-    layout = {"ranks": sharding.ranks, "interleave": sharding.interleave}
-    queries = q.reshape(block.rows, block.width, num_heads, -1)
-    reads = Reads.of(block.page_tables, sharding.page_size, READ_TOKENS)
-    held = local_filled(block.prior_lengths, block.rank, **layout).astype(jnp.int32)
+    by_row = q.reshape(block.rows, block.width, *q.shape[1:])
+    begin = _attend_own_rows(by_row, own[:, :, 0], block, up, scale)
+    prior = _Prior(pool, layer, block, up, scale, row_format)
+    running = prior.attend(by_row.swapaxes(1, 2), begin)
+    out, lse = (part.swapaxes(1, 2) for part in jax.vmap(finish)(running))
+    return out.reshape(-1, *out.shape[2:]), lse.reshape(-1, lse.shape[-1])
+
+
+def _attend_own_rows(
+    q: Float[Array, "B T H D"],
+    own: Float[Array, "B S W"],
+    block: Block,
+    up: UpProjections,
+    scale: float,
+) -> Running:
+    """Each segment's queries to those of its own tokens that this rank keeps."""
+    layout = _layout(block)
     is_kept = block.own < block.num_tokens[:, None]
     is_kept &= active_mask(block.own_positions, block.rank, **layout)
-    own = jnp.where(is_kept[..., None], own[:, :, 0], jnp.zeros((), own.dtype))
+    own = jnp.where(is_kept[..., None], own, jnp.zeros((), own.dtype))
 
     def begin(q: Array, rows: Array, prior_length: Array, positions: Array) -> Running:
         keys, values = (part.swapaxes(0, 1) for part in up.expand(rows))
         segment = (q, keys, values, prior_length, positions, block.rank)
         return attend_own(*segment, scale=scale, **layout)
 
-    by_head = queries.swapaxes(1, 2)
+    return jax.vmap(begin)(q, own, block.prior_lengths, block.own_positions)
 
-    def read(row: Array, number: Array, running: Running) -> Running:
-        ids, first = reads.pages_of(row_of(block.page_tables, row), number)
-        rows = read_pages(pool, layer, ids, q.dtype, row_format)[0]
-        is_prior = first + jnp.arange(reads.tokens, dtype=jnp.int32) < row_of(held, row)
-        rows = jnp.where(is_prior[:, None], rows, rows[:1])  # NaN may be behind; the first is prior
-        keys, values = up.expand(rows)
-        one = (row_of(running, row), row_of(by_head, row), keys, values, scale)
-        return set_row(running, row, attend(*one, counted=is_prior[None, None, :]))
 
-    running = jax.vmap(begin)(queries, own, block.prior_lengths, block.own_positions)
-    out, lse = jax.vmap(finish)(reads.run(held, read, running))
-    return (
-        out.swapaxes(1, 2).reshape(-1, num_heads, out.shape[-1]),
-        lse.swapaxes(1, 2).reshape(-1, num_heads),
-    )
+@dataclass(frozen=True)
+class _Prior:
+    """The tokens before each segment that this rank holds: where they lie, and what to make."""
+
+    pool: Array
+    layer: int | Array
+    block: Block
+    up: UpProjections
+    scale: float
+    row_format: RowFormat
+
+    def attend(self, queries: Float[Array, "B H T D"], begin: Running) -> Running:
+        """All segments' queries to them, a read at a time."""
+        block = self.block
+        reads = Reads.of(block.page_tables, block.sharding.page_size, READ_TOKENS)
+        held = local_filled(block.prior_lengths, block.rank, **_layout(block)).astype(jnp.int32)
+
+        def read(row: Array, number: Array, running: Running) -> Running:
+            ids, first = reads.pages_of(row_of(block.page_tables, row), number)
+            rows = read_pages(self.pool, self.layer, ids, queries.dtype, self.row_format)[0]
+            is_prior = first + jnp.arange(reads.tokens, dtype=jnp.int32) < row_of(held, row)
+            rows = jnp.where(is_prior[:, None], rows, rows[:1])  # others may be NaN, the first none
+            one = (row_of(running, row), row_of(queries, row), *self.up.expand(rows), self.scale)
+            return set_row(running, row, attend(*one, counted=is_prior[None, None, :]))
+
+        return reads.run(held, read, begin)
+
+
+def _layout(block: Block) -> dict[str, int]:
+    return {"ranks": block.sharding.ranks, "interleave": block.sharding.interleave}

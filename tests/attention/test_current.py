@@ -88,7 +88,7 @@ def test_bounds_that_are_too_narrow_are_noticed(monkeypatch):
     monkeypatch.setattr(current, "QUERY_TILE", 16)
     right = np.asarray(compile_ranks(2, 4)(0)[0])
     monkeypatch.setattr(
-        "dcpjax.attention.segment.own_bounds",
+        "dcpjax.attention.current.own_bounds",
         lambda num_tokens, num_keys, start, stop, **_: (start // 2, stop // 2 - 1),
     )
     assert np.abs(np.asarray(compile_ranks(2, 4)(0)[0]) - right).max() > 1e-3

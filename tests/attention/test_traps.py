@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.attention import block, merge, prefill, segment, softmax
+from dcpjax.attention import block, current, merge, prefill, segment, softmax
 from dcpjax.attention.block import Block
 from tests.attention import (
     test_block,
@@ -211,10 +211,10 @@ def test_a_length_localised_before_it_is_expanded(break_it):
     """Positions counted on from a rank's own prior: right on one rank, wrong on several."""
     check_segments(TOKEN_PER_RANK, 41)
 
-    def begin(original, q, pages, prior, k, v, positions, rank, ranks, interleave, scale):
+    def begin(original, q, prior, k, v, positions, rank, ranks, interleave, scale):
         local = segment.local_filled(prior, rank, ranks=ranks, interleave=interleave)
         moved = positions - prior + local
-        return original(q, pages, prior, k, v, moved, rank, ranks, interleave, scale)
+        return original(q, prior, k, v, moved, rank, ranks, interleave, scale)
 
     break_it(segment, "_begin", begin)
     goes_red(check_segments, TOKEN_PER_RANK, 41)
@@ -222,7 +222,7 @@ def test_a_length_localised_before_it_is_expanded(break_it):
 
 def test_the_current_tokens_counted_by_every_rank(break_it):
     check_segments(TOKEN_PER_RANK, 41)
-    break_it(segment, "active_mask", lambda _, positions, rank, **split: positions >= 0)
+    break_it(current, "active_mask", lambda _, positions, rank, **split: positions >= 0)
     goes_red(check_segments, TOKEN_PER_RANK, 41)
 
 
