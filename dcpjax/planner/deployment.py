@@ -71,6 +71,12 @@ class Deployment:
                 prefill_kv=self.prefill_kv,
                 pcp=self.pcp,
             )
+        if self.exchange == "a2a" and self.pcp > 1:
+            raise UnsupportedCombination(
+                "exchange='a2a' exchanges query heads, and PCP ranks have the same ones",
+                exchange=self.exchange,
+                pcp=self.pcp,
+            )
         if self.prefill_gather == "q" and (self.pcp > 1 or self.dcp == 1):
             raise UnsupportedCombination(
                 "prefill_gather='q' splits prompts over DCP ranks that have no PCP ranks among "
