@@ -53,12 +53,17 @@ LONGEST_PROMPT = 1024
 
 @dataclass(frozen=True)
 class Round:
-    """What was measured and what the simulator says, medians over requests."""
+    """What was measured and what the simulator says, medians over requests.
+
+    Attributes:
+        busy: processes that wanted a CPU at the end, the server's and the client's included.
+    """
 
     table: StepTable
     trace: Trace
     streams: list[StreamTimes]
     report: Report
+    busy: float
 
     @property
     def measured(self) -> dict[str, float]:
@@ -138,7 +143,7 @@ def run_round(url: str, trace: Trace, salts: Iterator[int]) -> Round:
     streams = asyncio.run(replay(url, trace, salts))
     table = before + measure_steps(url, salts)
     sent = as_sent(trace, streams)
-    return Round(table, sent, streams, simulate(sent, cluster_of(table)))
+    return Round(table, sent, streams, simulate(sent, cluster_of(table)), os.getloadavg()[0])
 
 
 def show(one: Round) -> None:
@@ -151,25 +156,30 @@ def show(one: Round) -> None:
 def record(rounds: Sequence[Round]) -> dict[str, Any]:
     """The round whose time to the first token was predicted as in most."""
     chosen = sorted(rounds, key=lambda one: one.ratios["ttft"])[len(rounds) // 2]
-    shapes = step_shapes()
+    shapes, sessions = step_shapes(), chosen.trace.sessions
     return {
         "provenance": {
             "what": "scripts/compare_simulation.py --record",
             "model": MODEL,
             "settings": SETTINGS,
             "recorded": datetime.now(UTC).date().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, shared with other work",
+            "load_average": round(chosen.busy, 1),
             "jax": version("jax"),
         },
         "shapes": {"decode_rows": shapes.decode_rows, "prefill": shapes.prefill},
-        "decode": chosen.table.decode,
-        "prompts": chosen.table.prompts,
-        "latency": chosen.table.latency,
+        "decode": _rounded(chosen.table.decode),
+        "prompts": _rounded(chosen.table.prompts),
+        "latency": round(chosen.table.latency, 5),
         "trace": [
-            [s.start, s.turns[0].num_input, s.turns[0].num_output] for s in chosen.trace.sessions
+            [round(s.start, 3), s.turns[0].num_input, s.turns[0].num_output] for s in sessions
         ],
-        "measured": chosen.measured,
+        "measured": {name: round(value, 5) for name, value in chosen.measured.items()},
     }
+
+
+def _rounded(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[*what, round(seconds, 5)] for *what, seconds in rows]
 
 
 @contextlib.contextmanager
@@ -199,7 +209,8 @@ def main() -> None:
             rounds.append(run_round(url, trace, salts))
             show(rounds[-1])
     if options.record:
-        options.record.write_text(json.dumps(record(rounds), indent=1) + "\n")
+        entries = (f' "{key}": {json.dumps(value)}' for key, value in record(rounds).items())
+        options.record.write_text("{\n" + ",\n".join(entries) + "\n}\n")
     ratios = {
         name: statistics.median(one.ratios[name] for one in rounds) for name in ("ttft", "tpot")
     }

@@ -59,32 +59,42 @@ class Deployment:
             raise MeshError(
                 "with pcp, dcp is 1, pcp or tp * pcp", tp=self.tp, pcp=self.pcp, dcp=self.dcp
             )
-        if self.pcp > 1 and (self.prefill_kv == "sharded") != (self.dcp > 1):
-            raise UnsupportedCombination(
+        for is_refused, rule, names in self._rules():
+            if is_refused:
+                values = {name: getattr(self, name) for name in names}
+                raise UnsupportedCombination(rule, **values)
+
+    def _rules(self) -> list[tuple[bool, str, tuple[str, ...]]]:
+        """Whether a rule is broken, the rule, and what it is about."""
+        has_pcp = self.pcp > 1
+        return [
+            (
+                has_pcp and (self.prefill_kv == "sharded") != (self.dcp > 1),
                 "with pcp, prefill_kv is 'sharded' exactly where dcp is above 1",
-                prefill_kv=self.prefill_kv,
-                dcp=self.dcp,
-            )
-        if self.pcp == 1 and self.prefill_kv != "replicated":
-            raise UnsupportedCombination(
+                ("prefill_kv", "dcp"),
+            ),
+            (
+                not has_pcp and self.prefill_kv != "replicated",
                 "prefill_kv names where PCP ranks keep the cache, so it needs pcp > 1",
-                prefill_kv=self.prefill_kv,
-                pcp=self.pcp,
-            )
-        if self.prefill_gather == "q" and (self.pcp > 1 or self.dcp == 1):
-            raise UnsupportedCombination(
-                "prefill_gather='q' splits prompts over DCP ranks that have no PCP ranks among "
-                "them",
-                dcp=self.dcp,
-                pcp=self.pcp,
-            )
-        if self.index_kv == "replicated" and self.prefill_kv == "layer_split":
-            raise UnsupportedCombination(
+                ("prefill_kv", "pcp"),
+            ),
+            (
+                has_pcp and self.exchange == "a2a",
+                "exchange='a2a' exchanges query heads, and PCP ranks have the same ones",
+                ("exchange", "pcp"),
+            ),
+            (
+                self.prefill_gather == "q" and (has_pcp or self.dcp == 1),
+                "prefill_gather='q' splits prompts over DCP ranks with no PCP ranks among them",
+                ("dcp", "pcp"),
+            ),
+            (
+                self.index_kv == "replicated" and self.prefill_kv == "layer_split",
                 "index_kv='replicated' keeps the indexer's keys of all layers on each rank, and "
                 "prefill_kv='layer_split' those of its own layers",
-                index_kv=self.index_kv,
-                prefill_kv=self.prefill_kv,
-            )
+                ("index_kv", "prefill_kv"),
+            ),
+        ]
 
     @property
     def num_devices(self) -> int:

@@ -5,6 +5,7 @@ what a step takes follows from its shape, and from the tokens that it reads.
 """
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,8 @@ class ShapedSteps:
 def fit_shapes(decode: Sequence[Row], prompts: Sequence[Row]) -> ShapedSteps:
     """From rows of (decode rows, cached tokens, seconds) and (rows, width, prior, seconds).
 
-    ``prior``: tokens before each chunk, of which there are as many as rows, all full.
+    ``prior``: tokens before each chunk, of which there are as many as rows, all full. What was
+    recorded several times counts once, by its median: machines are busy with other things at times.
 
     Raises:
         ConfigError: no rows.
@@ -73,6 +75,7 @@ def fit_shapes(decode: Sequence[Row], prompts: Sequence[Row]) -> ShapedSteps:
             decode=len(decode),
             prompts=len(prompts),
         )
+    decode, prompts = _medians(decode), _medians(prompts)
     sizes = sorted({int(rows) for rows, _, _ in decode})
     blocks = sorted({(int(r), int(w)) for r, w, _, _ in prompts}, key=lambda b: (b[0] * b[1], b))
     decode_times = fit(
@@ -92,6 +95,14 @@ def fit_shapes(decode: Sequence[Row], prompts: Sequence[Row]) -> ShapedSteps:
         decode_times[-1],
         prompt_times[-1],
     )
+
+
+def _medians(rows: Sequence[Row]) -> list[list[float]]:
+    """The rows without repetitions; the last number is the median of theirs."""
+    seconds: dict[tuple[float, ...], list[float]] = {}
+    for *what, one in rows:
+        seconds.setdefault(tuple(what), []).append(one)
+    return [[*what, statistics.median(several)] for what, several in seconds.items()]
 
 
 def read_steps(path: Path) -> RecordedSteps | ShapedSteps:

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dcpjax.cli import main
-from dcpjax.planner import kv_bytes_per_token
+from dcpjax.planner import kv_bytes_per_token, read_steps
 from tests.planner.test_search import parse
 
 TRACES = Path(__file__).resolve().parents[1] / "assets" / "traces"
@@ -104,6 +104,19 @@ def test_recorded_steps_replace_estimates(tmp_path: Path):
         )
     )
     assert report["ttft"]["max"] == pytest.approx(2.0, rel=1e-3)
+
+
+def test_steps_recorded_by_shape_replace_estimates(tmp_path: Path):
+    """A prompt that fills the widest shape, and one step of decode."""
+    row = {"timestamp": 0, "input_length": 512, "output_length": 2, "hash_ids": [1]}
+    (tmp_path / "trace.jsonl").write_text(json.dumps(row))
+    table = Path(__file__).with_name("recorded_steps.json")
+    options = ["--steps", str(table), "--trace", str(tmp_path / "trace.jsonl"), "--json"]
+    report = json.loads(output(*SIMULATE, *options))
+    steps = read_steps(table)
+    assert report["ttft"]["max"] == pytest.approx(steps.with_prompts([(512, 0)], 0))
+    seconds, per_token = steps.decode(1)
+    assert report["tpot"]["max"] == pytest.approx(seconds + 512 * per_token)
 
 
 # Bad input

@@ -74,7 +74,7 @@ def test_the_comparison_can_fail(recorded):
 def test_the_recorded_shapes_are_those_of_such_a_server(recorded):
     """A server with the recorded settings still compiles them; else record again."""
     provenance = recorded["provenance"]
-    assert set(provenance) == {"what", "model", "settings", "recorded", "machine", "jax"}
+    assert {"what", "model", "settings", "recorded", "machine", "jax"} <= set(provenance)
     settings = provenance["settings"]
     config = EngineConfig.from_settings(provenance["model"], dict(settings))
     rows = decode_buckets(1, settings["max_num_seqs"])

@@ -114,6 +114,15 @@ def test_shapes_are_found_again(decode_seconds, prompt_seconds):
         assert found.with_prompts(chunks, 8) == pytest.approx(expected, rel=1e-4)
 
 
+def test_what_was_recorded_several_times_counts_by_its_median():
+    found = fit_shapes(
+        [[1, 0, 1.0], [1, 0, 9.0], [1, 0, 1.2]],
+        [[1, 64, 0, 2.0], [1, 64, 0, 70.0], [1, 64, 0, 3.0]],
+    )
+    assert found.decode(1)[0] == pytest.approx(1.2)
+    assert found.with_prompts([(64, 0)], 0) == pytest.approx(3.0)
+
+
 def test_shapes_need_rows():
     with pytest.raises(ConfigError, match="steps of decode and of prompts"):
         fit_shapes([], [[1, 64, 0, 1.0]])

@@ -80,6 +80,18 @@ def test_exchanges_of_one_sequence_are_latency():
         assert step["collectives"] - plain == pytest.approx(milliseconds * 1e-3, rel=0.05)
 
 
+def test_large_messages_are_bound_by_links_and_small_ones_by_latency():
+    """Ten percent more of the link is nothing to the small ones."""
+    large = prefill_step(GLM, H200, Deployment(pcp=8, dcp=8, prefill_kv="sharded"), 8192, 10**5)
+    small = decode_step(GLM, H200, Deployment(tp=8, dcp=8, exchange="a2a"), 1, 1024)
+    found = {}
+    for name, step in (("large", large), ("small", small)):
+        (cost,) = (cost for cost in step.costs if cost.name == "collectives")
+        found[name] = cost.bound(H200, step.dtype)
+        assert cost.seconds(H200, step.dtype) == cost.fixed_seconds + cost.link_seconds
+    assert found == {"large": "links", "small": "latency"}
+
+
 def test_gathering_the_context_costs_what_the_facts_say():
     """Facts C3: 9.9 ms at 64K tokens, 37.5 + 2 ms at 248K; and a message more in each layer."""
     messages = (78 + 21) * collective_seconds("all-gather", 8, 0, H200) * 1e3

@@ -111,6 +111,11 @@ def test_queries_are_not_gathered_over_tokens_of_a_latent_cache():
             Deployment(prefill_gather="q", **wrong)
 
 
+def test_heads_are_not_exchanged_among_ranks_that_have_the_same():
+    with pytest.raises(UnsupportedCombination, match="a2a.*pcp=2"):
+        Deployment(pcp=2, dcp=2, prefill_kv="sharded", exchange="a2a")
+
+
 def test_whole_index_keys_and_split_layers_exclude_each_other():
     with pytest.raises(UnsupportedCombination, match="index_kv"):
         Deployment(pcp=2, prefill_kv="layer_split", index_kv="replicated")
