@@ -6,6 +6,7 @@ of another function.
 """
 
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,22 +18,36 @@ from dcpjax.engine.mtp_drafter import MtpDrafter
 from dcpjax.engine.runner import Runner
 from dcpjax.engine.sampler import Sampler
 
+_MOST_PROGRAMS = 48
+"""Those of a few engines. XLA:CPU maps each program into some hundred pieces of memory, and where a
+process may have no more of them (65,530 on Linux) it crashes."""
+
 
 class _Kept:
-    """What was made once for each key; whoever asks meanwhile waits."""
+    """What was made last, by key, at most so many; whoever asks meanwhile waits."""
 
-    def __init__(self) -> None:
-        self._made: dict[Hashable, Any] = {}
-        self._locks: dict[Hashable, threading.Lock] = {}
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._made: OrderedDict[Hashable, Any] = OrderedDict()
+        self._locks: defaultdict[Hashable, threading.Lock] = defaultdict(threading.Lock)
+        self._lock = threading.Lock()  # of the two above
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        with self._locks.setdefault(key, threading.Lock()):
-            if key not in self._made:
-                self._made[key] = make()
-            return self._made[key]
+        with self._lock:
+            lock = self._locks[key]
+        with lock:
+            with self._lock:
+                found = self._made.get(key)
+            made = make() if found is None else found
+        with self._lock:
+            self._made[key] = made
+            self._made.move_to_end(key)
+            while len(self._made) > self._most:
+                self._locks.pop(self._made.popitem(last=False)[0], None)
+        return made
 
 
-_PROGRAMS = _Kept()
+_PROGRAMS = _Kept(_MOST_PROGRAMS)
 
 
 def _shapes(arrays: Any) -> Hashable:
