@@ -39,6 +39,8 @@ SILENCE_SECONDS = 5.0
 busy process answers all the same."""
 _GLANCE_SECONDS = 0.05  # between two looks at the link while something else is waited for
 _LINGER_MS = 1000
+_CLOSE_SECONDS = 5.0
+"""ZeroMQ was seen to wait for ever for a socket that lingered no more; its thread is left then."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class Link:
         """Send what is left, then say no more. Idempotent."""
         self._is_closing = True
         self._ring()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
 
     def _ring(self) -> None:
         try:

@@ -70,6 +70,8 @@ def outline_of(one: Case, folder: Any) -> tuple[Outline, Any]:
         "max_num_batched_tokens": 32,
         "max_model_len": 64,
     }
+    if is_latent:  # the planner counts latents that all heads read as they are
+        settings["attention_config"] = {"sparse_mla_force_mqa": True}
     if deployment.draft_tokens:
         drafts = deployment.draft_tokens
         settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
