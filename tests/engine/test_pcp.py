@@ -271,7 +271,8 @@ def test_long_prompts(model, residency, length, long_models):
     vocabulary = 61 if model == "glm" else 131
     prompt = random_tokens("very long", length, vocabulary)
     request = {"max_tokens": 4, "ignore_eos": True}
-    size = {PCP: 4, "prefill_kv": residency, DCP: 4 if residency == "sharded" else 1}
+    ranks = 2 if residency == "layer_split" else 4  # there are two layers
+    size = {PCP: ranks, "prefill_kv": residency, DCP: 4 if residency == "sharded" else 1}
     both = [
         serve(
             engine_of(long_models[model], **settings, **more),
