@@ -1,12 +1,10 @@
 """How attention is computed, where there is more than one way to the same result."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcpjax.config.checks import check_types
-from dcpjax.errors import ConfigError
+from dcpjax.config.checks import check_names, check_types
 
 
 @dataclass(frozen=True)
@@ -28,10 +26,5 @@ class AttentionConfig:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "AttentionConfig":
         """Build from a JSON object; a name that is not a setting is refused."""
-        known = {item.name for item in dataclasses.fields(cls)}
-        if unknown := sorted(set(settings) - known):
-            raise ConfigError(
-                f"unknown attention setting{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
-                known=sorted(known),
-            )
+        check_names(cls, settings, "attention")
         return cls(**settings)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args, get_origin
 
@@ -39,6 +39,18 @@ def check_types(settings: Any) -> None:
         if not has_type(value, item.type):
             rule = f"{item.name} is {type_words(item.type)}"
             raise ConfigError(rule, **{item.name: value})
+
+
+def check_names(kind: type, settings: Mapping[str, Any], what: str = "") -> None:
+    """Raise ConfigError for names in a JSON object that are no fields of a dataclass.
+
+    Args:
+        what: kind of setting, as the error names it.
+    """
+    known = {item.name for item in dataclasses.fields(kind)}
+    if unknown := sorted(set(settings) - known):
+        words = f"{what} setting".strip() + "s" * (len(unknown) > 1)
+        raise ConfigError(f"unknown {words} {', '.join(unknown)}", known=sorted(known))
 
 
 def type_words(annotation: Any) -> str:

@@ -1,11 +1,10 @@
 """How an engine speculates: who drafts, how many tokens, and how drafts are accepted."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dcpjax.config.checks import COUNT, check_types, type_words
+from dcpjax.config.checks import COUNT, check_names, check_types, type_words
 from dcpjax.errors import ConfigError, UnsupportedCombination
 
 DraftMethod = Literal["ngram", "mtp"]
@@ -96,12 +95,7 @@ class SpeculativeConfig:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "SpeculativeConfig":
         """Build from a JSON object; a name that is not a setting is refused."""
-        known = {item.name for item in dataclasses.fields(cls)}
-        if unknown := sorted(set(settings) - known):
-            raise ConfigError(
-                f"unknown speculation setting{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
-                known=sorted(known),
-            )
+        check_names(cls, settings, "speculation")
         if "method" not in settings:
             raise ConfigError(f"speculative_config needs a method: {type_words(DraftMethod)}")
         if "num_speculative_tokens" not in settings:

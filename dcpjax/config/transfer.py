@@ -1,11 +1,10 @@
 """How an engine hands KV to other engines or takes it from them."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from dcpjax.config.checks import FILLED, PORT, POSITIVE, check_types, type_words
+from dcpjax.config.checks import FILLED, PORT, POSITIVE, check_names, check_types, type_words
 from dcpjax.errors import ConfigError
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -105,12 +104,7 @@ class KVTransferConfig:
         if not isinstance(extra, Mapping):
             raise ConfigError("kv_connector_extra_config is an object", value=extra)
         named.update(cast(Mapping[str, Any], extra))
-        known = {item.name for item in dataclasses.fields(cls)}
-        if unknown := sorted(set(named) - known):
-            raise ConfigError(
-                f"unknown KV transfer setting{'s' * (len(unknown) > 1)} {', '.join(unknown)}",
-                known=sorted(known),
-            )
+        check_names(cls, named, "KV transfer")
         if "kv_role" not in named:
             raise ConfigError(f"kv_transfer_config needs a kv_role: {type_words(KVRole)}")
         if isinstance(named.get("backends"), list):
