@@ -14,7 +14,7 @@ from dcpjax.layout.heads import HeadLayout
 from dcpjax.planner.collectives import Collective, CollectiveKind, StepTokens
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.memory import deployment_parts
-from dcpjax.planner.models import ModelShape
+from dcpjax.planner.models import Latent, ModelShape
 
 PARTIAL_BYTES = 4
 """Of a value of partial attention results, which are float32, and of scores and positions."""
@@ -41,14 +41,15 @@ class AttentionTraffic:
             yield self._output_sum(tokens, self.deployment.tp)
         elif self.deployment.prefill_gather == "q":
             self._check_queries()
-            yield from self._merge(step.decode)
+            yield from self._merge(step.decode, self._out_width)
             yield self._output_sum(step.decode, self.deployment.tp)
             yield from self._by_tokens(step.prompt)
         else:
-            for tokens in (step.decode, step.prompt):
-                yield self._queries(tokens)
-                yield from self._merge(tokens)
-                yield from self._candidates(tokens, step.context)
+            yield from self._by_heads(step.decode, step.context)
+            if step.is_expanded and self.model.latent is not None:
+                yield from self._expanded(step.prompt, self.model.latent)
+            else:
+                yield from self._by_heads(step.prompt, step.context)
             yield self._output_sum(step.decode + step.prompt, self.deployment.tp)
 
     # Sizes
@@ -80,17 +81,31 @@ class AttentionTraffic:
 
     # Without PCP
 
-    def _queries(self, tokens: int) -> Collective:
+    def _by_heads(self, tokens: int, context: int) -> Iterator[Collective]:
+        """Ranks that share tokens attend for all heads of their group."""
+        yield self._queries(tokens, self._key_width)
+        yield from self._merge(tokens, self._out_width)
+        yield from self._candidates(tokens, context)
+
+    def _expanded(self, tokens: int, latent: Latent) -> Iterator[Collective]:
+        """The same where each rank makes keys and values of its latents; nothing is chosen."""
+        values = latent.kv_rank * (latent.nope_dim + latent.value_dim)
+        num_bytes = self._heads.group_heads * values * self.item
+        yield self._each("all-gather", "up-projections", self.deployment.weight_dcp, num_bytes)
+        yield self._queries(tokens, latent.nope_dim + latent.rope_dim)
+        yield from self._merge(tokens, latent.value_dim)
+
+    def _queries(self, tokens: int, width: int) -> Collective:
         """Each rank's heads become those of the head group."""
-        num_bytes = tokens * self._heads.group_heads * self._key_width * self.item
+        num_bytes = tokens * self._heads.group_heads * width * self.item
         return self._each("all-gather", "queries", self.deployment.weight_dcp, num_bytes)
 
-    def _merge(self, tokens: int) -> Iterator[Collective]:
+    def _merge(self, tokens: int, width: int) -> Iterator[Collective]:
         """Partial results of the ranks that share tokens, weighed and added."""
         deployment = self.deployment
         ranks, dcp = deployment.dcp, deployment.weight_dcp
         lses = tokens * self._heads.group_heads * PARTIAL_BYTES
-        outputs = lses * self._out_width
+        outputs = lses * width
         if deployment.exchange == "a2a":
             yield self._each("all-to-all", "outputs and lse", ranks, outputs + lses)
             return
@@ -118,7 +133,7 @@ class AttentionTraffic:
         deployment, model = self.deployment, self.model
         queries = tokens * self._heads.group_heads * model.head_dim * self.item
         yield self._each("all-gather", "queries", deployment.dcp, queries)
-        yield from self._merge(tokens)
+        yield from self._merge(tokens, self._out_width)
         yield self._output_sum(tokens // deployment.dcp, deployment.head_groups)
         states = tokens * model.hidden_size * self.item
         yield self._each("all-gather", "attention outputs", deployment.dcp, states)
@@ -154,9 +169,7 @@ class AttentionTraffic:
     def _pcp_decode(self, step: StepTokens) -> Iterator[Collective]:
         """Decode rows, which all PCP ranks compute alike as far as they have the tokens."""
         if self.deployment.prefill_kv == "sharded":
-            yield self._queries(step.decode)
-            yield from self._merge(step.decode)
-            yield from self._candidates(step.decode, step.context)
+            yield from self._by_heads(step.decode, step.context)
         elif self.deployment.prefill_kv == "layer_split":
             yield from self._from_owner(step.decode, step.context)
 

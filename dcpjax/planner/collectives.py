@@ -68,6 +68,7 @@ class StepTokens:
             one and its drafts.
         prompt_rows, prompt_width: chunks of prompts, and the tokens of each.
         context: tokens that the page table of each sequence has room for.
+        is_expanded: prompts of a latent cache meet keys and values of each head.
     """
 
     decode_rows: int = 0
@@ -75,6 +76,7 @@ class StepTokens:
     prompt_rows: int = 0
     prompt_width: int = 0
     context: int = 0
+    is_expanded: bool = False
 
     @property
     def decode(self) -> int:

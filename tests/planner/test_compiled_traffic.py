@@ -70,8 +70,6 @@ def outline_of(one: Case, folder: Any) -> tuple[Outline, Any]:
         "max_num_batched_tokens": 32,
         "max_model_len": 64,
     }
-    if is_latent:  # the planner counts latents that all heads read as they are
-        settings["attention_config"] = {"sparse_mla_force_mqa": True}
     if deployment.draft_tokens:
         drafts = deployment.draft_tokens
         settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
@@ -95,7 +93,7 @@ def shape_of(outline: Outline, *, with_prompts: bool) -> StepShape:
 def tokens_of(outline: Outline, shape: StepShape) -> StepTokens:
     context = shape.table_width * outline.config.virtual_page_size
     blocks = (shape.decode_rows, shape.decode_width, shape.prefill_rows, shape.prefill_width)
-    return StepTokens(*blocks, context)
+    return StepTokens(*blocks, context, is_expanded=shape.is_expanded)
 
 
 def compiled_collectives(text: str) -> Counter:
