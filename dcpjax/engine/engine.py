@@ -4,7 +4,6 @@ With speculation it looks at what a step has accepted before it plans the next o
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -22,7 +21,7 @@ from dcpjax.engine.devices import find_mesh, fp8_of
 from dcpjax.engine.dispatched import Dispatched
 from dcpjax.engine.drafting import Drafter, NgramDrafter
 from dcpjax.engine.follower import follow
-from dcpjax.engine.handoff import Handoff, new_engine_id
+from dcpjax.engine.handoff import Handoff, new_engine_id, with_offers
 from dcpjax.engine.kv_backends import prepare_backend
 from dcpjax.engine.kv_opening import memory_platform, open_local_kv
 from dcpjax.engine.link_messages import Publish
@@ -300,7 +299,7 @@ class Engine:
             self._drafted = dispatched.drafted
         # Only now: a load writes at once into its pages, which a step that was in flight when they
         # were given to it may still have written for the request that had them before.
-        return _with_offers(outputs, self._serve_kv())
+        return with_offers(outputs, self._serve_kv())
 
     def _serve_kv(self) -> dict[str, dict[str, Any]]:
         """Let the handoff begin what the scheduler wants; the offers of new exports, by request."""
@@ -390,16 +389,3 @@ class Engine:
         self._processes.close()
         with contextlib.suppress(EngineDeadError):
             self._processes.run(self.runner.close)
-
-
-def _with_offers(
-    outputs: list[TokenOutput], offers: dict[str, dict[str, Any]]
-) -> list[TokenOutput]:
-    """Say with the last output of a request where its KV is; or, if it goes on, with one more."""
-    shown = [
-        dataclasses.replace(output, kv_transfer_params=offers.pop(output.request_id, None))
-        if output.finish_reason is not None
-        else output
-        for output in outputs
-    ]
-    return [TokenOutput(name, (), kv_transfer_params=offers[name]) for name in offers] + shown

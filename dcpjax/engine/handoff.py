@@ -4,6 +4,7 @@ What other threads do ends in a queue here, and ``apply`` carries it out between
 scheduler still belongs to one thread.
 """
 
+import dataclasses
 import logging
 import queue
 import uuid
@@ -17,7 +18,7 @@ from dcpjax.engine.kv_source import KVSource
 from dcpjax.engine.kv_target import KVTarget, LoadEnd
 from dcpjax.engine.remote_kv import KVEvents, KVLoad, RemoteKV, prompt_digest
 from dcpjax.engine.remote_work import RemoteWork
-from dcpjax.engine.request import Request
+from dcpjax.engine.request import Request, TokenOutput
 from dcpjax.errors import RequestError
 
 _PARAM = "kv_transfer_params"
@@ -190,6 +191,17 @@ def new_engine_id(name: str | None) -> str:
     """
     unique = uuid.uuid4().hex
     return unique if name is None else f"{name}-{unique}"
+
+
+def with_offers(outputs: list[TokenOutput], offers: dict[str, dict[str, Any]]) -> list[TokenOutput]:
+    """Say with the last output of a request where its KV is; or, if it goes on, with one more."""
+    shown = [
+        dataclasses.replace(output, kv_transfer_params=offers.pop(output.request_id, None))
+        if output.finish_reason is not None
+        else output
+        for output in outputs
+    ]
+    return [TokenOutput(name, (), kv_transfer_params=offers[name]) for name in offers] + shown
 
 
 def _offer(source: KVSource, events: KVEvents) -> dict[str, dict[str, Any]]:
