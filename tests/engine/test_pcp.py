@@ -45,6 +45,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm, tokens on 6": ("glm", {PCP: 6, DCP: 6, **MTP}),
 }
+OTHER_COPIES = {"glm, layers on 2": (0.5, 1.2), "glm, pages on 3, whole index": (0.2, 1.1)}
+"""Measured over said, where the compiler lays out more than the copies in another way."""
 FEW = list(ENGINES)[:5]
 """Those of ``make test``; all of them behind ``matrix``."""
 
@@ -168,8 +170,7 @@ def test_the_copies_are_as_large_as_they_say(name, open_engine):
         engine.stats()["audit"]["temporary_bytes"]
         for engine in (copying, open_engine(model, **in_place, num_pages=40))
     ]
-    # The compiler may put a copy where something else was, and pads each of its arrays.
-    least, most = (0.5, 1.1) if name == FEW[1] else (0.2, 1.25)
+    least, most = OTHER_COPIES.get(name, (0.5, 1.1))
     assert least * said <= temporary[0] - temporary[1] <= most * said
 
 
