@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dcpjax.config import EngineConfig, KVTransferConfig, ModelConfig, broken_neuron_rules
 from dcpjax.config.neuron_settings import require, shared_memory
 from dcpjax.transfer.backend import InProcessBackend, InProcessFabric, TransferBackend
+from dcpjax.transfer.side_channel import check_free
 
 PROCESS_FABRIC = InProcessFabric()
 """Of the InProcessConnector: its reach is the process, and so is the life of this."""
@@ -18,7 +19,8 @@ def prepare_backend(
 
     Raises:
         MeshError: the connector is Neuron's and the settings break its rules.
-        ConfigError: the environment makes the library's transfers wrong.
+        ConfigError: the environment makes the library's transfers wrong, or the address of the side
+            channel is taken.
         TransferError: the library is not installed or does not start.
     """
     transfer = config.kv_transfer_config
@@ -28,6 +30,8 @@ def prepare_backend(
         for error in broken_neuron_rules(config, model, transfers_kv=True):
             raise error
     check_fabric(transfer, os.environ)
+    if transfer.is_producer and config.distributed.is_leader:
+        check_free(transfer.kv_ip, transfer.kv_port)
     return make_backend(transfer, engine_id, platform)
 
 

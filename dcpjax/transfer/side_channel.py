@@ -210,6 +210,12 @@ class _Answers:
             self._num_bytes -= len(forgotten)
 
 
+def check_free(host: str, port: int) -> None:
+    """Raise ConfigError where nobody could listen at this address now."""
+    with zmq.Context() as context, _listen(context, host, port):
+        pass
+
+
 def _listen(context: zmq.Context, host: str, port: int) -> zmq.Socket:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.MAXMSGSIZE, CUT_OFF_BYTES)
