@@ -26,6 +26,8 @@ WORLD = (PCP, *ALL_RANKS)
 PAGE_RANKS = (DCP, PCP)
 """Of the ranks that have pages of their own: other tokens, other layers or copies."""
 
+MOST_VIRTUAL_DEVICES = 1024
+
 LOGICAL_AXES: dict[str, str | tuple[str, ...] | None] = {
     "vocab": ALL_RANKS,
     "ffn": ALL_RANKS,
@@ -122,6 +124,10 @@ def find_devices(
 
 def _request_cpu_devices(count: int) -> None:
     """Ask for virtual CPU devices; JAX refuses once a backend is up, and then there is no need."""
+    if count > MOST_VIRTUAL_DEVICES:  # they take minutes to be made, and memory
+        raise MeshError(
+            "there are not so many ranks in one process", ranks=count, most=MOST_VIRTUAL_DEVICES
+        )
     is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     num_devices = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     if is_set or num_devices >= count:

@@ -54,9 +54,11 @@ def work_of(found: Findings, plain: Findings, context: int) -> dict[str, Any]:
         "balance": imbalance(found.rank_flops(last)),
     }
     for kind in found.program.score_widths:
-        own = found.loop_flops(kind, last)
+        own, shared = found.loop_flops(kind, last), sum(plain.loop_flops(kind, last))
+        if not shared:
+            raise SystemExit(f"--context {context} is one read of the cache: no loop to analyse")
         result |= {
-            f"{kind}_over_share": max(own) * ranks / sum(plain.loop_flops(kind, last)),
+            f"{kind}_over_share": max(own) * ranks / shared,
             f"{kind}_balance": imbalance(own),
             f"{kind}_balance_prompt": imbalance(found.loop_flops(kind, every)),
             f"{kind}_balance_pairs": imbalance(found.pairs(kind, context - chunk)),

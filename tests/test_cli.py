@@ -125,6 +125,13 @@ def test_generate_prints_the_text(loaded: list[EngineConfig]) -> None:
     assert run("generate", "fake", "a", "--stop", "e").stdout == "bcd\n"
 
 
+@pytest.mark.parametrize(("prompt", "stdin"), [("", ""), ("-", "")])
+def test_generate_refuses_an_empty_prompt_before_it_loads(prompt, stdin, loaded) -> None:
+    result = run("generate", "fake", prompt, stdin=stdin)
+    assert result.exit_code == 2 and "at least one token" in result.output
+    assert loaded == []
+
+
 def test_generate_prints_json(loaded: list[EngineConfig]) -> None:
     result = json.loads(run("generate", "fake", "a", "--max-tokens", "2", "--json").stdout)
     timings = result.pop("timings")

@@ -98,6 +98,11 @@ def test_the_own_devices_are_those_of_this_process(process_of, own):
     assert all(device is devices[rank] for rank, device in found.items())
 
 
+def test_a_process_is_not_asked_for_more_devices_than_it_could_make():
+    with pytest.raises(MeshError, match="not so many ranks in one process"):
+        find_devices(100_000, "cpu")
+
+
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(MeshError, match="at most the number of devices.*XLA_FLAGS") as caught:
         find_devices(NUM_DEVICES + 1, "cpu")

@@ -265,6 +265,8 @@ def generate_command(
         ignore_eos=ignore_eos,
     )
     text = _read_standard_input() if prompt == "-" else prompt
+    if not (text or chat):
+        raise WrongSettings("PROMPT has at least one token; it is empty")
     started = time.monotonic()
     with LoadingProgress() as progress:
         llm = dcpjax.LLM(model, progress=progress, **settings)
