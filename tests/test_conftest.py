@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 import dcpjax
 from dcpjax.attention.reference import attention_reference
+from tests.conftest import plain_code
 
 PACKAGE = Path(dcpjax.__file__).parent
 
@@ -36,6 +37,10 @@ def test_nine_cpu_devices():
 def test_subprocesses_inherit_the_devices():
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     assert "--xla_force_host_platform_device_count=9" in os.environ["XLA_FLAGS"].split()
+
+
+def test_subprocesses_compile_as_servers_do():
+    assert not set(plain_code()) & set(os.environ["XLA_FLAGS"].split())
 
 
 def test_right_shapes_pass():
