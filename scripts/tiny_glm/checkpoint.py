@@ -51,6 +51,8 @@ def restore(folder: Path, start: Start) -> State | None:
         }
         stage, step = (int(value) for value in arrays["progress"])
         state = start(stage, params)
+        if step == 0:  # the optimiser's is new; a run that had ended has saved none
+            return state
         leaves, structure = jax.tree.flatten(state.optimiser)
         saved = [jnp.asarray(arrays[f"{_LEAF}{index}"]) for index in range(len(leaves))]
     return State(params, jax.tree.unflatten(structure, saved), stage, step)

@@ -30,6 +30,7 @@ class Stage:
 
 
 _MIXTURE = {"pairs": 2, "needles": 2, "dialogue": 2, "copying": 2, "prose": 2, "arithmetic": 2}
+_RECALL = {"pairs": 1, "reminders": 4, "dialogue": 2, "copying": 1, "prose": 2, "arithmetic": 1}
 _LONG = {"pairs": 1, "needles": 3, "dialogue": 2, "copying": 2, "prose": 2, "arithmetic": 1}
 
 PLAN = (
@@ -39,6 +40,7 @@ PLAN = (
     Stage("indexer", 100, 4, 512, _LONG, trains_indexer=True, trains_model=False, num_drafts=0),
     Stage("both", 100, 4, 512, _LONG, trains_indexer=True, rate=0.8, last_rate=0.6),
     Stage("sparse", 110, 4, 512, _LONG, True, True, num_drafts=3, rate=0.6, last_rate=0.03),
+    Stage("recall", 250, 4, 512, _RECALL, True, True, num_drafts=3, rate=0.4, last_rate=0.03),
 )
 
 

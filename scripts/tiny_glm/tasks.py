@@ -61,6 +61,16 @@ def needles(random: np.random.Generator, length: int) -> Row:
     return _with_facts(random, body, count, asked, _plain_question)
 
 
+def reminders(random: np.random.Generator, length: int) -> Row:
+    """Facts strewn over stories, half of them twice, and at the end one more of them again.
+
+    Here questions come after sentences, the last one amid a sentence; all but the first of
+    ``needles`` come after another question.
+    """
+    count = max(1, min(length // 16, len(KEYS)))
+    return _with_facts(random, length - 3, count, 1, _plain_question, repeated=count // 2)
+
+
 def dialogue(random: np.random.Generator, length: int) -> Row:
     """Facts strewn over a user's stories; a key alone is asked, its value is the answer."""
     count = max(1, min(length // 16, len(KEYS)))
@@ -113,6 +123,7 @@ def prose(random: np.random.Generator, length: int) -> Row:
 TASKS: Mapping[str, Task] = {
     "pairs": pairs,
     "needles": needles,
+    "reminders": reminders,
     "dialogue": dialogue,
     "copying": copying,
     "arithmetic": arithmetic,
@@ -135,18 +146,25 @@ def _with_facts(
     count: int,
     asked: int,
     question: Callable[[int, int], tuple[list[int], list[float]]],
+    repeated: int = 0,
 ) -> Row:
-    """``body`` tokens of stories with ``count`` facts between sentences, then questions."""
+    """``body`` tokens of stories with facts between sentences, then questions.
+
+    Of the ``count`` facts the first ``repeated`` ones stand twice.
+    """
     keys = random.permutation(KEY_IDS)[:count].tolist()
     values = random.choice(VALUE_IDS, count).tolist()
-    text = story(random, body - 3 * count)
-    places = np.sort(random.choice(_sentence_ends(text), count)).tolist()
+    told = np.arange(count)
+    if repeated:
+        told = random.permutation(np.concatenate([told, told[:repeated]]))
+    text = story(random, body - 3 * len(told))
+    places = np.sort(random.choice(_sentence_ends(text), len(told))).tolist()
     tokens: list[int] = []
     weights: list[float] = []
     before = 0
-    for place, key, value in zip(places, keys, values, strict=True):
-        tokens += [*text[before:place], key, value, _SEPARATOR]
-        weights += [*([0.2] * (place - before)), 0.0, 0.0, 0.05]
+    for place, fact, is_new in zip(places, told.tolist(), _is_first(told).tolist(), strict=True):
+        tokens += [*text[before:place], keys[fact], values[fact], _SEPARATOR]
+        weights += [*([0.2] * (place - before)), 0.0, 0.0 if is_new else 1.0, 0.05]
         before = place
     tokens += text[before:]
     weights += [0.2] * (len(text) - before)

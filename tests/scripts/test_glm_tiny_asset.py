@@ -75,6 +75,12 @@ def test_readme_states_the_numbers_of_the_evaluation():
     assert set(stated) <= shown and len(stated) >= 10
 
 
+def test_the_evaluation_reaches_its_goals():
+    assert RESULTS["recall_context"] == CONTEXT == 16 * CONFIG.index_topk
+    assert RESULTS["recall"] >= 0.95 and RESULTS["acceptance_length"] >= 2.0
+    assert RESULTS["recall_noise"] <= RESULTS["recall_by_guessing"]
+
+
 def test_recall_goes_through_the_indexer(params: Params):
     assert recall_of_a_key(params, CONFIG, CONTEXT, SPARSE, ROWS) >= RESULTS["recall"] - 0.15
     assert recall_of_a_key(params, CONFIG, CONTEXT, NOISE, ROWS) <= 0.2

@@ -69,7 +69,7 @@ def test_a_row_has_its_length_and_depends_on_its_seed_only(name: str, length: in
     assert (row.tokens != other.tokens).any()
 
 
-@pytest.mark.parametrize("name", ["pairs", "needles", "dialogue"])
+@pytest.mark.parametrize("name", ["pairs", "needles", "reminders", "dialogue"])
 def test_a_value_counts_only_where_an_earlier_fact_tells_it(name: str):
     for seed in range(20):
         row = TASKS[name](np.random.default_rng(seed), 256)

@@ -67,6 +67,15 @@ def test_a_run_that_was_interrupted_ends_with_the_same_weights(tmp_path: Path):
         np.testing.assert_array_equal(parts[name], value, err_msg=name)
 
 
+def test_a_run_that_had_ended_goes_on_with_further_stages(tmp_path: Path):
+    stages = (replace(DENSE, num_steps=2), replace(SPARSE, num_steps=2))
+    whole = train(Run(SHALLOW, stages, 0, tmp_path / "whole"), ignore)
+    for count in (1, 2):
+        parts = train(Run(SHALLOW, stages[:count], 0, tmp_path / "parts"), ignore)
+    for name, value in whole.items():
+        np.testing.assert_array_equal(parts[name], value, err_msg=name)
+
+
 def test_training_learns(tmp_path: Path):
     lines: list[dict[str, object]] = []
     stage = replace(DENSE, num_steps=40, mixture={"prose": 1.0})
@@ -90,8 +99,9 @@ def test_a_router_s_bias_rises_where_an_expert_is_idle():
 
 def test_the_plan_is_dense_then_indexer_then_sparse_and_scales():
     kinds = [(stage.is_sparse, stage.trains_indexer, stage.trains_model) for stage in PLAN]
-    assert kinds[-3:] == [(False, True, False), (False, True, True), (True, True, True)]
-    assert set(kinds[:-3]) == {(False, False, True)}
+    sparse = (True, True, True)
+    assert kinds[-4:] == [(False, True, False), (False, True, True), sparse, sparse]
+    assert set(kinds[:-4]) == {(False, False, True)}
     doubled = [stage.num_steps for stage in plan(2.0)]
     assert doubled == [2 * stage.num_steps for stage in PLAN]
     assert [stage.name for stage in smoke_plan()] == [stage.name for stage in PLAN]
