@@ -84,10 +84,13 @@ def write_deep(folder) -> Any:
 MODELS = {
     "deep": write_deep,
     "glm": drafting_glm,
+    "wide": lambda folder: drafting_glm(folder, kv_lora_rank=128),
     "gqa": lambda folder: open_checkpoint(
         str(write_tiny_model(folder, "gqa", num_hidden_layers=3))
     ),
 }
+CACHES = {"wide": {"kv_cache_dtype": "fp8_ds_mla"}}
+"""Values of 8 bits with scales, where latents are wide enough for them."""
 MOST_ENGINES = 5
 CONNECTORS = ("InProcessConnector", "NixlConnector", "MooncakeConnector")
 
@@ -162,7 +165,7 @@ class Engines:
         if key not in self.opened:
             self.close(but=MOST_ENGINES - 1)
             is_source = role == "kv_producer"
-            settings = SMALL | (SOURCES if is_source else TARGETS)[shape]
+            settings = SMALL | CACHES.get(model, {}) | (SOURCES if is_source else TARGETS)[shape]
             if model != "gqa" and shape != "alone":
                 settings |= MTP
             config = {"pipelined_sends": is_source, **changes}

@@ -73,10 +73,17 @@ TRANSFERS: dict[str, dict[str, Any]] = {
     "in process": transfer("kv_both"),
     "through the host": transfer("kv_both", kv_buffer_device="cpu"),
     "nixl": transfer("kv_both", "NixlConnector"),
+    "mooncake": transfer("kv_both", "MooncakeConnector"),
 }
 
 
-@pytest.fixture(scope="module", params=TRANSFERS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.matrix if name == "mooncake" else ())
+        for name in TRANSFERS
+    ],
+)
 def nodes(request, glm) -> Iterator[dict[str, Node]]:
     settings = TRANSFERS[request.param]
     skip_without(settings["kv_transfer_config"]["kv_connector"])

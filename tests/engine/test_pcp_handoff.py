@@ -280,6 +280,20 @@ def moved_by_path(moved: Moved, part: int) -> np.ndarray:
     return table[8 * part : 8 * part + 8, 4 * part : 4 * part + 4]
 
 
+ROUNDED = [
+    CONNECTORS[0],
+    *(pytest.param(connector, marks=pytest.mark.matrix) for connector in CONNECTORS[1:]),
+]
+
+
+@pytest.mark.parametrize("connector", ROUNDED)
+def test_values_with_scales_move_as_they_are_stored(connector, engines):
+    """Latents and keys of fp8_ds_mla, between engines whose pages have the same tokens."""
+    pair = engines.pair("wide", "sharded 4", DCP4, connector)
+    check_tokens(pair)
+    check_many_at_once(pair)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize(("model", "source", "target"), [PAIRS[2], PAIRS[4]])
