@@ -13,6 +13,7 @@ from dcpjax.errors import UnsupportedCombination
 from dcpjax.models.catalog import bring_model
 from dcpjax.planner import Demand, Deployment, find_device, find_model
 from dcpjax.planner.candidates import Candidate
+from dcpjax.planner.document import plan_document, plan_sections
 from dcpjax.planner.evaluate import Setting
 from dcpjax.planner.launch import MOST_ENGINES, launch
 from dcpjax.planner.search import search
@@ -64,6 +65,15 @@ def test_notes_say_what_the_commands_leave_open():
     assert "devices of its own" in several[0] and "load balancer" in several[1]
     nodes = launch(SETTING, Candidate(TP2, 4, TP2, 4), "x").notes
     assert "devices of its own" in nodes[0] and "other hosts" in nodes[1]
+
+
+def test_a_plan_of_which_nothing_is_served_says_why():
+    result = replace(search("qwen3-8b", "h200", 1, DEMAND), servable=None, obstacle="a rule (x=1)")
+    for winner, name in ((result.winner, "winner"), (None, "nearest")):
+        document = plan_document(replace(result, winner=winner))
+        (section,) = (s for s in plan_sections(document) if s.title == "Commands")
+        assert section.notes[0] == f"The {name} is not served by this version: a rule (x=1)"
+        assert len(section.notes) == 2 and not document["launch"]["commands"]
 
 
 # MODEL
