@@ -34,8 +34,13 @@ SIZE = Size()
 @option("Objectives", "--ttft", type=float, help="seconds to the first token, at most")
 @option("Objectives", "--tpot", type=float, help="seconds per further token, at most")
 @option("Engine", "--draft-tokens", type=int, help="of the draft layer; default: 3 if there is one")
-@option("Engine", "--kv-cache-dtype", default="auto", help="as of dcpjax serve, or fp8_ds_mla")
-@option("Engine", "--model-path", help="MODEL of the printed commands; default: as given")
+@option(
+    "Engine",
+    "--kv-cache-dtype",
+    default="auto",
+    help="as of dcpjax serve; auto: fp8_ds_mla for latents, where it goes, else bfloat16",
+)
+@option("Engine", "--model-path", help="MODEL of the printed commands, as a folder of weights")
 @option("Output", "--json", "as_json", is_flag=True, help="print one JSON object instead of tables")
 @option("Output", "--plots", type=click.Path(path_type=Path), help="folder for pictures (SVG)")
 @option("Output", "--html", type=click.Path(path_type=Path), help="file for one page with all")
@@ -48,8 +53,8 @@ def plan_command(
 ) -> None:
     """Find the best way to serve MODEL on some devices, without any of them.
 
-    MODEL is a known name (glm-5.2, deepseek-v3.2, qwen3-8b, llama-3.1-70b, smollm2-135m, …), or a
-    config.json or the folder of one.
+    MODEL is a known name (glm-5.2, deepseek-v3.2, qwen3-8b, llama-3.1-70b, smollm2-135m, glm-tiny,
+    …), or a config.json or the folder of one.
 
     \b
     Example: contexts of 1M tokens on two nodes
@@ -68,7 +73,7 @@ def plan_command(
         draft_tokens=options["draft_tokens"],
         cache_dtype=options["kv_cache_dtype"],
         host_gib=options["host_gib"],
-        model_argument=options["model_path"] or model,
+        model_argument=options["model_path"],
     )
     document = plan_document(result)
     figures = _figures(result) if plots or html else {}

@@ -21,14 +21,24 @@ SIZE = Size()
 @click.argument("model")
 @option("Cluster", "--device", required=True, help="h100, h200, b200, b300, trn2 or trn3")
 @option("Cluster", "--prefill", help="engines that compute prompts; default: --decode does")
-@option("Cluster", "--decode", required=True, help="engines that generate, as '2 x TP8 DCP4'")
+@option(
+    "Cluster",
+    "--decode",
+    required=True,
+    help="engines that generate, as '2 x TP8 DCP4'; or a cluster, as plan prints it",
+)
 @option("Cluster", "--routing", type=click.Choice(get_args(Routing)), default="least_loaded")
 @option("Cluster", "--host-gib", default=0.0, help="host memory of a prompt engine for prefixes")
 @option("Cluster", "--max-num-seqs", default=256, help="sequences of an engine at the same time")
 @option("Cluster", "--max-num-batched-tokens", default=8192, help="prompt tokens of a step")
 @option("Cluster", "--draft-tokens", default=0, help="tokens that the draft layer proposes")
 @option("Cluster", "--acceptance-length", type=float, help="tokens of a step; default: as measured")
-@option("Cluster", "--kv-cache-dtype", default="auto", help="as of dcpjax serve, or fp8_ds_mla")
+@option(
+    "Cluster",
+    "--kv-cache-dtype",
+    default="auto",
+    help="as of dcpjax serve; auto: fp8_ds_mla for latents, where it goes, else bfloat16",
+)
 @option(
     "Cluster",
     "--steps",
@@ -86,8 +96,8 @@ def simulate_command(
 ) -> None:
     """Replay a trace of requests through simulated engines that serve MODEL.
 
-    Engines are written as in '2 x TP8 DCP4', 'PCP8 DCP8' or 'PCP8 layer-split'. Without --trace the
-    traffic is made up.
+    Engines are written as in '2 x TP8 DCP4', 'PCP8 DCP8' or 'PCP8 layer split', and
+    clusters as dcpjax plan prints them. Without --trace the traffic is made up.
 
     \b
     Example: prompts on one node, answers on another
@@ -148,16 +158,11 @@ def _cluster(model: str, trace: "Trace", options: dict[str, Any]) -> "Cluster":
         build_cluster,
         find_device,
         find_model,
-        parse_engines,
         read_steps,
     )
 
     engine = {"draft_tokens": options["draft_tokens"], "cache_dtype": options["kv_cache_dtype"]}
-    num_decode, decode = parse_engines(options["decode"], **engine)
-    candidate = Candidate(decode, num_decode)
-    if options["prefill"]:
-        num_prefill, prefill = parse_engines(options["prefill"], **engine)
-        candidate = Candidate(decode, num_decode, prefill, num_prefill)
+    candidate = Candidate.parse(options["decode"], options["prefill"], **engine)
     steps = read_steps(options["steps"]) if options["steps"] else None
     prompt_shape = None
     if isinstance(steps, ShapedSteps):

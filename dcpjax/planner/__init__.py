@@ -5,19 +5,20 @@ From a model, a device and a demand: does it fit (``capacity``), what moves (``t
 (``search``), and what a trace does to it (``simulate``). Every constant says where it comes from.
 """
 
+from dcpjax.planner.cache_parts import kv_bytes_per_token as kv_bytes_per_token
+from dcpjax.planner.cache_parts import kv_parts as kv_parts
 from dcpjax.planner.candidates import Candidate as Candidate
 from dcpjax.planner.crossover import dcp_crossover as dcp_crossover
 from dcpjax.planner.demand import Demand as Demand
 from dcpjax.planner.demand import parse_size as parse_size
 from dcpjax.planner.deployment import Deployment as Deployment
+from dcpjax.planner.engine_words import parse_engines as parse_engines
 from dcpjax.planner.generate import Workload as Workload
 from dcpjax.planner.generate import generate_trace as generate_trace
 from dcpjax.planner.hardware import find_device as find_device
 from dcpjax.planner.hardware import known_devices as known_devices
 from dcpjax.planner.memory import Capacity as Capacity
 from dcpjax.planner.memory import capacity as capacity
-from dcpjax.planner.memory import kv_bytes_per_token as kv_bytes_per_token
-from dcpjax.planner.memory import kv_parts as kv_parts
 from dcpjax.planner.models import find_model as find_model
 from dcpjax.planner.models import known_models as known_models
 from dcpjax.planner.roofline import index_read_crossover as index_read_crossover
@@ -28,7 +29,6 @@ from dcpjax.planner.shaped_steps import ShapedSteps as ShapedSteps
 from dcpjax.planner.shaped_steps import fit_shapes as fit_shapes
 from dcpjax.planner.shaped_steps import read_steps as read_steps
 from dcpjax.planner.sim_build import build_cluster as build_cluster
-from dcpjax.planner.sim_build import parse_engines as parse_engines
 from dcpjax.planner.sim_cluster import Cluster as Cluster
 from dcpjax.planner.sim_cluster import Failure as Failure
 from dcpjax.planner.sim_report import Objective as Objective

@@ -7,9 +7,13 @@ from typing import Any
 from dcpjax.errors import ConfigError
 from dcpjax.planner.demand import Demand
 from dcpjax.planner.deployment import Deployment
+from dcpjax.planner.engine_words import engines_label, parse_engines
 from dcpjax.planner.hardware import Device
 from dcpjax.planner.memory import Capacity, capacity
 from dcpjax.planner.models import ModelShape
+
+_ARROW = " → "
+_PROMPTS_INCLUDED = ", prompts included"
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,37 @@ class Candidate:
         return prefill + self.decode.num_devices * self.num_decode
 
     def label(self) -> str:
-        """``1 × PCP8 DCP8 → 1 × TP8 DCP8``."""
-        decode = f"{self.num_decode} × {self.decode.label()}"
+        """``1 × PCP8 DCP8 → 1 × TP8 DCP8``, or ``2 × TP8, prompts included``."""
+        decode = engines_label(self.num_decode, self.decode)
         if self.prefill is None:
-            return f"{decode}, prompts included"
-        return f"{self.num_prefill} × {self.prefill.label()} → {decode}"
+            return decode + _PROMPTS_INCLUDED
+        return engines_label(self.num_prefill, self.prefill) + _ARROW + decode
+
+    @classmethod
+    def parse(cls, decode: str, prefill: str | None = None, **settings: Any) -> "Candidate":
+        """The cluster that words say.
+
+        Args:
+            decode: engines that generate, or a whole cluster as :meth:`label` writes it.
+            prefill: engines that compute prompts, where ``decode`` does not say them.
+            settings: further ones of all deployments.
+
+        Raises:
+            ConfigError: words that are not understood, sizes that do not fit together, or prompts
+                that are given to two kinds of engines.
+        """
+        source, arrow, target = decode.rpartition(_ARROW.strip())
+        says_prompts = bool(arrow) or decode.endswith(_PROMPTS_INCLUDED)
+        if prefill is not None and says_prompts:
+            raise ConfigError(
+                "engines that compute prompts are said once", decode=decode, prefill=prefill
+            )
+        num_decode, engine = parse_engines(target.removesuffix(_PROMPTS_INCLUDED), **settings)
+        source = source if arrow else prefill
+        if source is None:
+            return cls(engine, num_decode)
+        num_prefill, other = parse_engines(source, **settings)
+        return cls(engine, num_decode, other, num_prefill)
 
 
 @dataclass(frozen=True)

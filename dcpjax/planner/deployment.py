@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
+from dcpjax.cache.widths import PartWidth
 from dcpjax.errors import ConfigError, LayoutError, MeshError, UnsupportedCombination
 from dcpjax.layout import KVPlacement, place_part
+from dcpjax.planner.cache_parts import INDEXER, PLAIN, auto_dtype
 from dcpjax.planner.models import ModelShape
 
 PrefillKV = Literal["replicated", "sharded", "layer_split"]
 
-INDEXER = "indexer"
-"""The name of the part of a cache that has the indexer's keys."""
+LAYER_SPLIT = "layer split"
+"""In a label: PCP ranks each keep some layers."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Deployment:
         prefill_gather: "q": without PCP, each DCP rank projects its own tokens of a prompt.
         index_kv: whether ranks that share tokens each keep the indexer's keys of all of them.
         page_size: tokens of one page of one rank.
-        cache_dtype: of cached values; "auto": ``fp8_ds_mla`` for latents, else bfloat16.
+        cache_dtype: of cached values; "auto": as :func:`~dcpjax.planner.cache_parts.auto_dtype`.
         draft_tokens: tokens that the draft layer proposes in each step; 0: no draft.
 
     Raises:
@@ -121,9 +122,7 @@ class Deployment:
 
     def stored_dtype(self, model: ModelShape) -> str:
         """Of cached values."""
-        if self.cache_dtype != "auto":
-            return self.cache_dtype
-        return FP8_DS_MLA if model.latent else "bfloat16"
+        return auto_dtype(model) if self.cache_dtype == "auto" else self.cache_dtype
 
     def part_placement(self, part: PartWidth, model: ModelShape) -> KVPlacement:
         """Which rank of one copy holds what of a part.
@@ -157,11 +156,11 @@ class Deployment:
             raise MeshError(error.rule, **error.values) from error
 
     def label(self) -> str:
-        """A short name: ``TP8 DCP8``, ``PCP8 layer_split``."""
+        """Its sizes: ``TP8 DCP8``, ``PCP8 layer split``; ``parse_engines`` reads them."""
         sizes = [("DP", self.dp), ("PCP", self.pcp), ("TP", self.tp), ("DCP", self.dcp)]
         words = [f"{name}{size}" for name, size in sizes if size > 1] or ["TP1"]
         if self.prefill_kv == "layer_split":
-            words.append("layer split")
+            words.append(LAYER_SPLIT)
         return " ".join(words)
 
     def engine_settings(self, model: ModelShape) -> dict[str, object]:
@@ -176,7 +175,7 @@ class Deployment:
         if self.dp > 1:
             settings["data_parallel_size"] = self.dp
         dtype = self.stored_dtype(model)
-        if dtype != "bfloat16":
+        if dtype != PLAIN:
             settings["kv_cache_dtype"] = dtype
         if self.prefill_kv != "replicated":
             settings["prefill_kv"] = self.prefill_kv

@@ -40,6 +40,7 @@ def plan_document(result: SearchResult) -> dict[str, Any]:
         "transfer": _transfer(result, best),
         "sensitivity": [asdict(item) for item in result.sensitivity],
         "crossovers": result.crossovers,
+        "assumptions": list(result.assumptions),
         "launch": _launch(result),
         "rests_on": result.kinds,
     }
@@ -101,15 +102,19 @@ def _transfer(result: SearchResult, point: Point) -> dict[str, Any] | None:
     }
 
 
-def _launch(result: SearchResult) -> dict[str, Any] | None:
+def _launch(result: SearchResult) -> dict[str, Any]:
+    """Commands, and why they are not those of the best cluster; no cluster: there are none."""
+    named = {"model": result.served.argument, "obstacle": result.obstacle}
     if result.servable is None:
-        return None
+        return {"cluster": None, **named, "is_winner": False, "commands": [], "notes": []}
     point, found = result.servable
+    about_model = [result.served.note] if result.served.note else []
     return {
         "cluster": point.candidate.label(),
+        **named,
         "is_winner": point is result.winner,
         "commands": list(found.commands),
-        "notes": list(found.notes),
+        "notes": [*about_model, *found.notes],
     }
 
 
@@ -152,7 +157,8 @@ def _cache_section(document: dict[str, Any]) -> Section:
         f"{context:,} tokens are {total * context / GIB:.2f} GiB"
     )
     columns = ("part", "layers", "heads", "bytes a head and layer", "bytes a token")
-    return Section(f"{model['name']}: the cache", columns, tuple(rows), (note,))
+    notes = (note, *document["assumptions"])
+    return Section(f"{model['name']}: the cache", columns, tuple(rows), notes)
 
 
 def _memory_section(document: dict[str, Any]) -> Section:
@@ -266,12 +272,13 @@ def _transfer_sections(document: dict[str, Any]) -> list[Section]:
 
 def _launch_section(document: dict[str, Any]) -> Section:
     launch = document["launch"]
-    if launch is None:
-        return Section("Commands", notes=("This version of dcpjax serves none of these clusters",))
-    notes = (
-        []
-        if launch["is_winner"]
-        else ["The winner is not served by this version. The best that is:"]
-    )
-    notes.append(launch["cluster"])
-    return Section("Commands", notes=(*notes, *launch["notes"], *launch["commands"]))
+    best = "winner" if document["winner"] else "nearest"
+    lines: list[str] = []
+    if launch["obstacle"]:
+        lines.append(f"The {best} is not served by this version: {launch['obstacle']}")
+    if launch["cluster"] is None:
+        lines.append("Nor is any other of these clusters")
+    else:
+        start = "The best that is: " if launch["obstacle"] else ""
+        lines += [start + launch["cluster"], *launch["notes"], *launch["commands"]]
+    return Section("Commands", notes=tuple(lines))

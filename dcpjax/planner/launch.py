@@ -1,6 +1,5 @@
 """A planned cluster as commands of this version of dcpjax, checked by its own settings."""
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Mapping
@@ -9,121 +8,155 @@ from typing import Any
 
 from dcpjax.cache.widths import FP8_DS_MLA
 from dcpjax.config import EngineConfig
-from dcpjax.errors import ConfigError
+from dcpjax.errors import UnsupportedCombination
+from dcpjax.planner.cache_parts import INDEXER
 from dcpjax.planner.candidates import Candidate
 from dcpjax.planner.deployment import Deployment
-from dcpjax.planner.evaluate import Setting
-from dcpjax.planner.memory import capacity, deployment_parts
+from dcpjax.planner.evaluate import CHUNK, Setting
+from dcpjax.planner.memory import deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.transfer.parts import cuts_pages
 
-PREFILL_PORT, DECODE_PORT, SIDE_PORT, ROUTER_PORT = 8100, 8200, 5600, 8000
+ROUTER_PORT, FIRST_PORT, FIRST_SIDE_PORT = 8000, 8100, 5600
+"""Engine n of a cluster listens on ``FIRST_PORT + n``, its side channel on ``FIRST_SIDE_PORT + n``.
+"""
+MOST_ENGINES = ROUTER_PORT - FIRST_SIDE_PORT
+"""With more, side channels would reach the router's port."""
+
+_SPREAD = "a load balancer before the engines spreads requests over them"
+_ONE_HOST = (
+    "the addresses are those of one host, on which each engine has to see devices of its own "
+    "(CUDA_VISIBLE_DEVICES, NEURON_RT_VISIBLE_CORES)"
+)
+_OTHER_HOSTS = "engines of other hosts take --host and kv_ip, and the router their URLs"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Commands, one a process, the router last; ``notes`` say what they leave out of the plan."""
+    """Commands, one a process, the router last; ``notes`` say what there is to do beside them."""
 
     commands: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-def launch(setting: Setting, candidate: Candidate, argument: str) -> Launch | None:
-    """The commands of a cluster; None where this version does not serve it."""
-    model, prefill = setting.model, candidate.prefill
-    if prefill is not None and (
-        _cuts_keys(model, prefill, candidate.decode) or not _has_room(setting, prefill)
-    ):
-        return None
-    commands: list[str] = []
-    notes: list[str] = []
-    roles: list[tuple[Deployment, int, str | None, int]] = [
-        (candidate.decode, candidate.num_decode, None, DECODE_PORT)
+@dataclass(frozen=True)
+class _Engine:
+    """One process: its place among all engines of the cluster, and what it is for."""
+
+    number: int
+    deployment: Deployment
+    role: str | None
+
+    @property
+    def port(self) -> int:
+        return FIRST_PORT + self.number
+
+    @property
+    def side_port(self) -> int:
+        return FIRST_SIDE_PORT + self.number
+
+
+def launch(setting: Setting, candidate: Candidate, argument: str) -> Launch:
+    """The commands of a cluster; ``argument`` is their MODEL.
+
+    Raises:
+        ConfigError: this version does not serve the cluster, and why.
+    """
+    _check_served(setting.model, candidate)
+    engines = _engines(candidate)
+    commands = [
+        serve_command(argument, _checked_settings(setting, engine, argument), engine.port)
+        for engine in engines
     ]
-    if prefill is not None:
-        roles = [
-            (prefill, candidate.num_prefill, "kv_producer", PREFILL_PORT),
-            (candidate.decode, candidate.num_decode, "kv_consumer", DECODE_PORT),
-        ]
-    for number, (deployment, count, role, port) in enumerate(roles):
-        settings = _settings(setting, deployment, role, SIDE_PORT + 100 * number)
-        if settings is None:
-            return None
-        notes += _left_out(settings, deployment, model)
-        ports = range(port, port + count)
-        commands += [serve_command(argument, settings, port) for port in ports]
-    if prefill is not None:
-        commands.append(_router_command(candidate))
-    elif candidate.num_decode > 1:
-        notes.append("a load balancer before the engines spreads requests over them")
-    return Launch(tuple(commands), tuple(dict.fromkeys(notes)))
+    if candidate.prefill is not None:
+        commands.append(_router_command(engines))
+    return Launch(tuple(commands), _notes(setting, candidate))
 
 
-def _cuts_keys(model: ModelShape, source: Deployment, target: Deployment) -> bool:
-    """Whether pages of scaled indexer keys, which move as a whole, are not the target's pages."""
+def _check_served(model: ModelShape, candidate: Candidate) -> None:
+    for deployment in (candidate.prefill, candidate.decode):
+        if deployment is not None and deployment.dp > 1:
+            raise UnsupportedCombination(
+                "an engine has one copy of the attention: several are several engines",
+                engine=deployment.label(),
+                dp=deployment.dp,
+            )
+    if candidate.num_prefill + candidate.num_decode > MOST_ENGINES:
+        raise UnsupportedCombination(
+            f"the commands have ports for at most {MOST_ENGINES} engines",
+            num_prefill=candidate.num_prefill,
+            num_decode=candidate.num_decode,
+        )
+    if candidate.prefill is not None:
+        _check_whole_pages(model, candidate.prefill, candidate.decode)
+
+
+def _check_whole_pages(model: ModelShape, source: Deployment, target: Deployment) -> None:
+    """Refuse a hand-over that cuts pages of scaled indexer keys, which move as a whole."""
     if source.stored_dtype(model) != FP8_DS_MLA:
-        return False
-    keys = [part for part in deployment_parts(model, source) if part.name.endswith("indexer")]
-    return any(
-        cuts_pages(source.part_placement(part, model), target.part_placement(part, model))
-        for part in keys
-    )
+        return
+    for part in deployment_parts(model, source):
+        if part.name.endswith(INDEXER) and cuts_pages(
+            source.part_placement(part, model), target.part_placement(part, model)
+        ):
+            raise UnsupportedCombination(
+                f"indexer keys in {FP8_DS_MLA} move as whole pages, so the engines of both sides "
+                "spread them over equally many ranks (DCP)",
+                part=part.name,
+                prefill=source.label(),
+                prefill_dcp=source.dcp,
+                decode=target.label(),
+                decode_dcp=target.dcp,
+            )
 
 
-def _has_room(setting: Setting, deployment: Deployment) -> bool:
-    """Whether the context fits beside the weights as engines spread them: experts over the ranks of
-    one engine."""
-    context, ranks = setting.demand.context, deployment.tp * deployment.pcp
-    room = capacity(setting.model, setting.device, deployment, context=context, expert_ranks=ranks)
-    return not room.missing_bytes(context)
+def _engines(candidate: Candidate) -> list[_Engine]:
+    """All engines of a cluster, those that compute prompts first."""
+    if candidate.prefill is None:
+        return [_Engine(number, candidate.decode, None) for number in range(candidate.num_decode)]
+    sources = [candidate.prefill] * candidate.num_prefill
+    first = len(sources)
+    return [
+        *(_Engine(number, source, "kv_producer") for number, source in enumerate(sources)),
+        *(
+            _Engine(number, candidate.decode, "kv_consumer")
+            for number in range(first, first + candidate.num_decode)
+        ),
+    ]
 
 
-def _settings(
-    setting: Setting, deployment: Deployment, role: str | None, side_port: int
-) -> dict[str, Any] | None:
-    """Settings that our engine takes: those of the plan, or with 8-bit values as it has them."""
-    model, context = setting.model, setting.demand.context
-    known = {item.name for item in dataclasses.fields(EngineConfig)}
-    for dtype in (None, "fp8"):
-        settings = {
-            **deployment.engine_settings(model),
-            "max_model_len": context,
-            "max_num_batched_tokens": 8192,
+def _checked_settings(setting: Setting, engine: _Engine, argument: str) -> dict[str, Any]:
+    """The settings of an engine, which our own rules have accepted."""
+    deployment = engine.deployment
+    settings: dict[str, Any] = {
+        **deployment.engine_settings(setting.model),
+        "max_model_len": setting.demand.context,
+        "max_num_batched_tokens": CHUNK,
+    }
+    if engine.role is not None:
+        settings["kv_transfer_config"] = {
+            "kv_connector": "NixlConnector",
+            "kv_role": engine.role,
+            "kv_port": engine.side_port,
         }
-        if dtype and "kv_cache_dtype" in settings:
-            settings["kv_cache_dtype"] = dtype
-        if role is not None:
-            settings["kv_transfer_config"] = {
-                "kv_connector": "NixlConnector",
-                "kv_role": role,
-                "kv_port": side_port,
-            }
-        if deployment.draft_tokens and "speculative_config" in known:
-            settings["speculative_config"] = {
-                "method": "mtp",
-                "num_speculative_tokens": deployment.draft_tokens,
-            }
-        if _is_accepted(model.name, settings):
-            return settings
-    return None
+    if deployment.draft_tokens:
+        settings["speculative_config"] = {
+            "method": "mtp",
+            "num_speculative_tokens": deployment.draft_tokens,
+        }
+    EngineConfig.from_settings(argument, settings)
+    return settings
 
 
-def _is_accepted(model: str, settings: Mapping[str, Any]) -> bool:
-    try:
-        EngineConfig.from_settings(model, dict(settings))
-    except ConfigError:
-        return False
-    return True
-
-
-def _left_out(settings: Mapping[str, Any], deployment: Deployment, model: ModelShape) -> list[str]:
+def _notes(setting: Setting, candidate: Candidate) -> tuple[str, ...]:
     notes: list[str] = []
-    if deployment.draft_tokens and "speculative_config" not in settings:
-        notes.append("this version serves no drafts: expect the times without speculation")
-    planned = deployment.stored_dtype(model)
-    if settings.get("kv_cache_dtype", planned) != planned:
-        notes.append(f"the cache is {settings['kv_cache_dtype']}: {planned} is not served yet")
-    return notes
+    if candidate.num_prefill + candidate.num_decode > 1:
+        notes.append(_ONE_HOST)
+    if candidate.num_devices > setting.device.node:
+        notes.append(_OTHER_HOSTS)
+    if candidate.prefill is None and candidate.num_decode > 1:
+        notes.append(_SPREAD)
+    return tuple(notes)
 
 
 def serve_command(argument: str, settings: Mapping[str, Any], port: int) -> str:
@@ -137,12 +170,9 @@ def serve_command(argument: str, settings: Mapping[str, Any], port: int) -> str:
     return shlex.join(words)
 
 
-def _router_command(candidate: Candidate) -> str:
+def _router_command(engines: list[_Engine]) -> str:
     words = ["dcpjax", "router", "--port", str(ROUTER_PORT)]
-    for flag, port, count in (
-        ("--prefill", PREFILL_PORT, candidate.num_prefill),
-        ("--decode", DECODE_PORT, candidate.num_decode),
-    ):
-        for number in range(count):
-            words += [flag, f"http://127.0.0.1:{port + number}"]
+    for engine in engines:
+        flag = "--prefill" if engine.role == "kv_producer" else "--decode"
+        words += [flag, f"http://127.0.0.1:{engine.port}"]
     return shlex.join(words)

@@ -1,7 +1,8 @@
 """The shape of a model, as far as memory, traffic and time depend on it.
 
 Read from a config.json in the spelling of Hugging Face: GLM-5 and later, DeepSeek-V3 and V3.2,
-Qwen3, Llama 3, SmolLM2. Known names stand in ``data/models.json``, each with its source.
+Qwen3, Llama 3, SmolLM2. Known names stand in ``data/models.json``, each with its source, or are
+those of models that come with the package.
 """
 
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dcpjax.errors import CheckpointError, ConfigError
+from dcpjax.models.catalog import SHIPPED, bring_model
 from dcpjax.planner.data import read_data
 from dcpjax.planner.provenance import Kind
 
@@ -107,7 +109,7 @@ Model = str | ModelShape | Mapping[str, Any]
 
 def known_models() -> tuple[str, ...]:
     """Names that :func:`find_model` knows."""
-    return tuple(read_data("models"))
+    return (*read_data("models"), *SHIPPED)
 
 
 def find_model(model: Model) -> ModelShape:
@@ -125,19 +127,23 @@ def find_model(model: Model) -> ModelShape:
         return model
     if isinstance(model, Mapping):
         return read_shape(model, name=str(model.get("_name_or_path") or model.get("model_type")))
-    known = read_data("models")
-    if model.lower() in known:
-        entry = known[model.lower()]
-        return read_shape(entry["config"], model.lower(), entry)
-    path = Path(model)
+    name, entries = model.lower(), read_data("models")
+    if name in entries:
+        return read_shape(entries[name]["config"], name, entries[name])
+    path = bring_model(name) if name in SHIPPED else Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
             "MODEL is a known name, a config.json or the folder of one",
             model=model,
-            known=list(known),
+            known=list(known_models()),
         )
-    return read_shape(_read_json(file), name=path.stem if file is path else path.name)
+    return read_shape(_read_json(file), name=_name_of(file))
+
+
+def _name_of(file: Path) -> str:
+    """A config.json has the name of its folder."""
+    return file.resolve().parent.name if file.name == "config.json" else file.stem
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -196,7 +202,11 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 def _stored_weights(config: Mapping[str, Any]) -> str:
     quantization: Any = config.get("quantization_config") or {}
     is_quantized = quantization.get("quant_method") == "fp8"
-    return "fp8" if is_quantized else str(config.get("torch_dtype") or "bfloat16")
+    return (
+        "fp8"
+        if is_quantized
+        else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    )
 
 
 def _read_latent(config: Mapping[str, Any]) -> Latent:

@@ -4,16 +4,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dcpjax.errors import ConfigError
+from dcpjax.planner.cache_parts import PLAIN, check_cache_dtype, scales_obstacle
 from dcpjax.planner.candidates import Candidate, Engines, Rejected, candidates, find_engines
 from dcpjax.planner.crossover import dcp_crossover
 from dcpjax.planner.demand import Demand
-from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.evaluate import Point, Setting, evaluate
 from dcpjax.planner.hardware import Device, all_constants, find_device
 from dcpjax.planner.launch import Launch, launch
-from dcpjax.planner.memory import Capacity, check_host_memory, kv_parts
+from dcpjax.planner.memory import Capacity, check_host_memory
 from dcpjax.planner.models import Model, ModelShape, find_model
 from dcpjax.planner.provenance import kinds_of
+from dcpjax.planner.served_model import ServedModel, served_model
 
 LOADS = (0.25, 0.5, 1, 2, 4, 8)
 """Multiples of the demand's concurrency that the frontier is drawn over."""
@@ -39,6 +40,9 @@ class SearchResult:
         frontier: of throughput per device against interactivity, over several concurrencies.
         winner: the best that keeps the objectives; None where none does.
         servable: the best that this version of dcpjax serves, with its commands.
+        obstacle: why it is not the winner, or the best of all where nothing keeps the objectives;
+            None where it is.
+        served: MODEL of the commands.
         crossovers: for each DCP size of the winner's decode engine, the context from which it is
             faster than TP alone; None: never.
     """
@@ -51,6 +55,8 @@ class SearchResult:
     frontier: tuple[Point, ...]
     winner: Point | None
     servable: tuple[Point, Launch] | None
+    obstacle: str | None
+    served: ServedModel
     sensitivity: tuple[Sensitivity, ...]
     crossovers: dict[str, int | None]
 
@@ -62,6 +68,16 @@ class SearchResult:
     def kinds(self) -> dict[str, list[str]]:
         """Names of the constants that the result rests on, by kind."""
         return kinds_of((*self.setting.device.constants, *all_constants()))
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was decided for who asked, and why."""
+        model = self.setting.model
+        obstacle = scales_obstacle(model)
+        is_auto = next(iter(self.decode.capacities)).cache_dtype == "auto"
+        if not is_auto or model.latent is None or obstacle is None:
+            return ()
+        return (f"the cache is {PLAIN}, as fp8_ds_mla does not go with this model: {obstacle}",)
 
     def room(self, candidate: Candidate) -> tuple[Capacity | None, Capacity]:
         """What fits into an engine of either side."""
@@ -84,14 +100,14 @@ def search(
     Args:
         draft_tokens: that the draft layer proposes; default 3 where the model has one.
         host_gib: memory of the host for evicted prefixes, per prefill engine.
-        model_argument: MODEL of the commands, default its name.
+        model_argument: MODEL of the commands; default: what serves, or a placeholder.
 
     Raises:
         ConfigError: a context that the model does not have or that fits into no engine (by how
             much), no devices, a negative host memory, a type that the cache does not have.
     """
     shape, chip = find_model(model), find_device(device)
-    kv_parts(shape, cache_dtype=Deployment(cache_dtype=cache_dtype).stored_dtype(shape))
+    check_cache_dtype(shape, cache_dtype)
     _check(shape, num_devices, demand, host_gib)
     drafts = (3 if shape.mtp_layers else 0) if draft_tokens is None else draft_tokens
     if drafts and not shape.mtp_layers:
@@ -113,6 +129,8 @@ def search(
     points = ranked(_evaluate_all(setting, clusters, prefill, decode))
     best = [point for point in points if demand.is_met(point.ttft, point.tpot)]
     winner = best[0] if best else None
+    served = ServedModel(model_argument) if model_argument else served_model(model, shape)
+    servable, obstacle = _first_servable(setting, (*best, *points), served.argument)
     return SearchResult(
         setting,
         num_devices,
@@ -121,7 +139,9 @@ def search(
         tuple(points),
         _frontier_over_loads(setting, clusters, prefill, decode),
         winner,
-        _first_servable(setting, points, model_argument or shape.name),
+        servable,
+        obstacle,
+        served,
         _sensitivity(setting, winner or points[0], prefill, decode),
         _crossovers(setting, winner or points[0]),
     )
@@ -186,15 +206,16 @@ def _frontier_over_loads(
 
 
 def _first_servable(
-    setting: Setting, points: Sequence[Point], argument: str
-) -> tuple[Point, Launch] | None:
-    """The best cluster whose engines this version serves; one that keeps the objectives first."""
-    met = [point for point in points if setting.demand.is_met(point.ttft, point.tpot)]
-    for point in (*met, *points):
-        found = launch(setting, point.candidate, argument)
-        if found is not None:
-            return point, found
-    return None
+    setting: Setting, points: Iterable[Point], argument: str
+) -> tuple[tuple[Point, Launch] | None, str | None]:
+    """The first cluster that this version serves, and why the very first is not."""
+    obstacle: str | None = None
+    for point in points:
+        try:
+            return (point, launch(setting, point.candidate, argument)), obstacle
+        except ConfigError as error:
+            obstacle = obstacle or str(error)
+    return None, obstacle
 
 
 def _sensitivity(

@@ -1,11 +1,11 @@
 """Simulated clusters from deployments: pages by memory, step times by estimate or by a table."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from dcpjax.errors import ConfigError
+from dcpjax.planner.cache_parts import check_cache_dtype
 from dcpjax.planner.candidates import Candidate
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import GIB, Device, constant
@@ -19,39 +19,6 @@ from dcpjax.planner.transfers import transfer_cost
 
 TYPICAL_TOKENS = 65_536
 """Length at which the cost of a token's transfer is taken."""
-_ENGINES = re.compile(r"(?:(\d+)\s*[x×]\s*)?(.+)", re.IGNORECASE)
-_SIZE = re.compile(r"(TP|DCP|PCP|DP)(\d+)", re.IGNORECASE)
-
-
-def parse_engines(text: str, **settings: Any) -> tuple[int, Deployment]:
-    """Engines in words: ``PCP8 DCP8``, ``2 x TP8 DCP4``, ``PCP8 layer-split``.
-
-    Args:
-        settings: further ones of the deployment.
-
-    Raises:
-        ConfigError: words that are not understood, or sizes that do not fit together.
-    """
-    match = _ENGINES.fullmatch(text.strip())
-    words = match[2].split() if match else []
-    sizes: dict[str, Any] = {}
-    for word in words:
-        size = _SIZE.fullmatch(word)
-        if size is not None:
-            sizes[size[1].lower()] = int(size[2])
-        elif word.lower() == "layer-split":
-            sizes["prefill_kv"] = "layer_split"
-        else:
-            sizes = {}
-            break
-    if match is None or not sizes or match[1] == "0":
-        raise ConfigError(
-            "engines are written as in '2 x TP8 DCP4', 'PCP8 DCP8' or 'PCP8 layer-split'",
-            engines=text,
-        )
-    if sizes.get("pcp", 1) > 1 and sizes.get("dcp", 1) > 1:
-        sizes["prefill_kv"] = "sharded"
-    return int(match[1] or 1), Deployment(**sizes, **settings)
 
 
 def build_cluster(
@@ -79,9 +46,11 @@ def build_cluster(
         prompt_shape: how the engines choose a shape for prompts, where their programs have few.
 
     Raises:
-        ConfigError: an engine without room for a single page, or sizes that no engine has.
+        ConfigError: an engine without room for a single page, sizes that no engine has, or a type
+            that the cache does not have.
     """
     check_host_memory(host_gib)
+    check_cache_dtype(model, candidate.decode.cache_dtype)
     settings: dict[str, Any] = {
         "host_gib": host_gib,
         "max_batch": max_batch,

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dcpjax.cache.widths import value_bytes
+from dcpjax.planner.cache_parts import INDEXER
 from dcpjax.planner.data import read_data
-from dcpjax.planner.deployment import INDEXER, Deployment
+from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import Device, constant
 from dcpjax.planner.memory import deployment_parts
 from dcpjax.planner.models import ModelShape

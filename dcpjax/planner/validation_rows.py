@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from dcpjax.planner.cache_parts import kv_bytes_per_token, kv_parts
 from dcpjax.planner.candidates import Candidate
 from dcpjax.planner.demand import Demand
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.evaluate import Setting, evaluate
 from dcpjax.planner.generate import Workload, generate_trace
 from dcpjax.planner.hardware import GIB, constant, find_device
-from dcpjax.planner.memory import capacity, kv_bytes_per_token, kv_parts
+from dcpjax.planner.memory import capacity
 from dcpjax.planner.models import find_model
 from dcpjax.planner.roofline import indexer_crossover, model_intensity
 from dcpjax.planner.sim_cluster import Cluster

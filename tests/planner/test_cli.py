@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import dcpjax
 from dcpjax.cli import main
 from dcpjax.planner import kv_bytes_per_token, read_steps
 from tests.planner.test_search import parse
 
+ASSETS = Path(dcpjax.__file__).parent / "assets"
 TRACES = Path(__file__).resolve().parents[1] / "assets" / "traces"
 PLAN = ["plan", "glm-5.2", "--device", "h200", "--num-devices", "16", "--context", "1M"]
 SIMULATE = ["simulate", "glm-5.2", "--device", "h200", "--decode", "TP8 DCP8"]
@@ -33,6 +35,53 @@ def test_a_plan_explains_itself_and_ends_with_commands_that_work():
     assert commands
     for command in commands:
         parse(command)
+    assert "The winner is not served by this version: indexer keys in fp8_ds_mla" in text
+    assert "prefill_dcp=8" in text and "The best that is: 1 × PCP" in text
+
+
+def test_a_model_that_is_only_known_by_its_shape_has_a_placeholder():
+    text = output(*PLAN)
+    commands = [line for line in text.splitlines() if line.startswith("dcpjax serve")]
+    assert commands and all(line.split()[2] == "/path/to/glm-5.2" for line in commands)
+    assert "/path/to/glm-5.2 stands for the folder" in text and "--model-path" in text
+    assert "--load-format dummy" in text
+
+
+@pytest.mark.parametrize("name", ["glm-tiny", "smollm2-135m"])
+def test_what_serve_knows_by_name_is_planned_and_served_by_name(name):
+    text = output("plan", name, "--device", "h200", "--num-devices", "2", "--context", "1K")
+    commands = [line for line in text.splitlines() if line.startswith("dcpjax serve")]
+    assert commands and all(line.split()[2] == name for line in commands)
+    assert "/path/to" not in text and "--load-format" not in text
+    for command in commands:
+        parse(command)
+
+
+def test_a_small_latent_model_is_planned_in_a_format_that_it_can_have():
+    """The widths of its latents have no whole blocks of scales; on what it was told it insists."""
+    config = str(Path(ASSETS, "glm-tiny", "config.json"))
+    options = ["--device", "h200", "--num-devices", "2", "--context", "1K"]
+    document = json.loads(output("plan", config, *options, "--json"))
+    assert document["model"]["name"] == "glm-tiny"
+    assert document["model"]["cache_dtype"] == "bfloat16"
+    (assumption,) = document["assumptions"]
+    assert "the cache is bfloat16" in assumption and "dim=64" in assumption
+    assert assumption in output("plan", config, *options)
+    named = json.loads(output("plan", config, *options, "--json", "--kv-cache-dtype", "float32"))
+    assert named["assumptions"] == [] and named["model"]["cache_dtype"] == "float32"
+    assert all("--kv-cache-dtype float32 " in c for c in named["launch"]["commands"][:-1])
+
+
+def test_the_planned_cluster_is_simulated_as_it_is_printed():
+    document = json.loads(output(*PLAN, "--json"))
+    command = ["simulate", "glm-5.2", "--device", "h200", "--num-requests", "2", "--json"]
+    for kind in ("→", "layer split →", "prompts included"):
+        label = next(p["cluster"] for p in document["clusters"] if kind in p["cluster"])
+        whole = json.loads(output(*command, "--decode", label))
+        assert whole["num_devices"] == 16
+        if "→" in label:
+            prefill, decode = label.split(" → ")
+            assert whole == json.loads(output(*command, "--prefill", prefill, "--decode", decode))
 
 
 def test_a_plan_as_json():
@@ -135,10 +184,17 @@ def test_steps_recorded_by_shape_replace_estimates(tmp_path: Path):
         ([*PLAN, "--concurrency", "-2"], "concurrency"),
         ([*PLAN, "--num-input", "1M", "--num-output", "1K"], "longest context"),
         ([*PLAN, "--tpot", "0"], "objectives"),
-        ([*PLAN, "--kv-cache-dtype", "int4"], "Error: the type of cached values is known"),
+        ([*PLAN, "--kv-cache-dtype", "int4"], "Error: kv_cache_dtype is a format"),
+        (["plan", "glm-tiny", *PLAN[2:-1], "1K", "--kv-cache-dtype", "fp8_ds_mla"], "dim=64"),
+        (
+            ["plan", "qwen3-8b", *PLAN[2:-1], "8K", "--kv-cache-dtype", "fp8_ds_mla"],
+            "kv_cache_dtype",
+        ),
         ([*PLAN, "--html", "/no/such/folder/x.html"], "cannot write"),
         ([*SIMULATE, "--trace", "/no/such/trace"], "trace exists"),
         ([*SIMULATE, "--decode", "much"], "engines are written"),
+        ([*SIMULATE, "--kv-cache-dtype", "int4"], "kv_cache_dtype is a format"),
+        ([*SIMULATE, "--decode", "TP8 → TP8", "--prefill", "TP8"], "said once"),
         ([*SIMULATE, "--decode", "TP8", "--num-input", "900K"], "tokens too long"),
         ([*SIMULATE, "--fail", "decode:0"], "ROLE:INDEX:TIME:SECONDS"),
         ([*SIMULATE, "--fail", "router:0:1:1"], "prefill or decode"),

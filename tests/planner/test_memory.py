@@ -17,13 +17,12 @@ from dcpjax.engine.capacity import choose_num_pages
 from dcpjax.errors import ConfigError, MeshError, UnsupportedCombination
 from dcpjax.mesh import decode_mesh
 from dcpjax.models.huggingface import read_config
+from dcpjax.planner.cache_parts import kv_bytes_per_token, kv_parts
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import GIB
 from dcpjax.planner.memory import (
     MemoryItem,
     capacity,
-    kv_bytes_per_token,
-    kv_parts,
     page_bytes,
 )
 from dcpjax.planner.models import find_model

@@ -9,8 +9,8 @@ import pytest
 
 from dcpjax.cli import main
 from dcpjax.config import EngineConfig
-from dcpjax.errors import ConfigError
-from dcpjax.planner import Demand, Deployment, build_cluster, parse_engines, parse_size
+from dcpjax.errors import ConfigError, UnsupportedCombination
+from dcpjax.planner import Demand, Deployment, build_cluster, parse_size
 from dcpjax.planner.candidates import Candidate, engine_sizes
 from dcpjax.planner.evaluate import Setting, evaluate
 from dcpjax.planner.hardware import find_device
@@ -109,7 +109,7 @@ def test_commands_of_two_sides_end_with_a_router():
     candidate = Candidate(Deployment(tp=2, dcp=2), 2, Deployment(tp=4), 1)
     setting = Setting(find_model("qwen3-30b-a3b"), H200, demand)
     found = launch(setting, candidate, "./model dir")
-    assert found is not None and len(found.commands) == 4
+    assert len(found.commands) == 4
     for command in found.commands:
         parse(command)
     assert found.commands[0].startswith("dcpjax serve './model dir'")
@@ -131,7 +131,7 @@ def test_pcp_engines_get_their_settings(residency):
     prefill = replace(PCP[residency], cache_dtype="bfloat16")
     decode = Deployment(tp=8, dcp=8, draft_tokens=3, cache_dtype="bfloat16")
     found = launch(ROOMY, Candidate(decode, 1, prefill, 2), "x")
-    assert found is not None and len(found.commands) == 4
+    assert len(found.commands) == 4
     for command in found.commands:
         parse(command)
     config = settings_of(found.commands[0])
@@ -146,11 +146,13 @@ def test_pages_of_scaled_keys_are_not_cut():
     """They move as a whole, so only engines with the same pages of them hand over."""
     target = Deployment(tp=8, dcp=8, draft_tokens=3)
     same = launch(ROOMY, Candidate(target, 1, PCP["sharded"], 1), "x")
-    assert same is not None and "fp8_ds_mla" in same.commands[0]
+    assert "fp8_ds_mla" in same.commands[0]
     for residency in ("replicated", "layer_split"):
-        assert launch(ROOMY, Candidate(target, 1, PCP[residency], 1), "x") is None
+        with pytest.raises(UnsupportedCombination, match="whole pages") as error:
+            launch(ROOMY, Candidate(target, 1, PCP[residency], 1), "x")
+        assert (error.value.values["prefill_dcp"], error.value.values["decode_dcp"]) == (1, 8)
         plain = replace(target, dcp=1)
-        assert launch(ROOMY, Candidate(plain, 1, PCP[residency], 1), "x") is not None
+        assert launch(ROOMY, Candidate(plain, 1, PCP[residency], 1), "x").commands
 
 
 def test_the_check_of_commands_can_fail():
@@ -161,7 +163,8 @@ def test_the_check_of_commands_can_fail():
 
 
 def test_what_is_not_served_has_no_commands():
-    assert launch(Setting(GLM, H200, LONG), Candidate(Deployment(dp=8), 1), "x") is None
+    with pytest.raises(UnsupportedCombination, match="one copy of the attention.*dp=8"):
+        launch(Setting(GLM, H200, LONG), Candidate(Deployment(dp=8), 1), "x")
 
 
 @pytest.mark.parametrize("residency", PCP)
@@ -173,15 +176,17 @@ def test_experts_are_split_over_all_ranks_of_an_engine(residency):
         capacity(GLM, H200, PCP[residency], context=32768, expert_ranks=ranks) for ranks in (8, 1)
     ]
     assert rooms[0].missing_bytes(32768) == 0 < rooms[1].missing_bytes(32768)
-    assert launch(replace(ROOMY, device=H200), candidate, "x") is not None
+    assert launch(replace(ROOMY, device=H200), candidate, "x").commands
 
 
 def test_a_plan_names_a_winner_and_the_best_that_is_served(glm):
     point, commands = glm.servable
     assert glm.winner.candidate.prefill.pcp > 1
     assert commands.commands
-    best = launch(glm.setting, glm.winner.candidate, "x")
-    assert (point is glm.winner) == (best is not None)
+    assert point is not glm.winner
+    with pytest.raises(ConfigError) as error:
+        launch(glm.setting, glm.winner.candidate, "x")
+    assert glm.obstacle == str(error.value)
 
 
 def test_ten_percent_more_is_never_worse(glm):
@@ -272,18 +277,6 @@ def test_sizes():
     for wrong in ("", "-1", "1.5", "many", "0", "1T"):
         with pytest.raises(ConfigError, match="whole number"):
             parse_size(wrong)
-
-
-def test_engines_in_words():
-    assert parse_engines("PCP8 DCP8") == (1, Deployment(pcp=8, dcp=8, prefill_kv="sharded"))
-    assert parse_engines("2 x tp8 dcp4") == (2, Deployment(tp=8, dcp=4))
-    assert parse_engines("3×PCP8 layer-split", draft_tokens=1) == (
-        3,
-        Deployment(pcp=8, prefill_kv="layer_split", draft_tokens=1),
-    )
-    for wrong in ("", "8", "TP", "2 x", "0 x TP8", "TP8 fast"):
-        with pytest.raises(ConfigError, match="engines are written"):
-            parse_engines(wrong)
 
 
 def test_engines_are_at_most_a_node():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dcpjax.errors import UnsupportedCombination
+from dcpjax.planner.cache_parts import kv_bytes_per_token
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import find_device
-from dcpjax.planner.memory import kv_bytes_per_token
 from dcpjax.planner.models import find_model
 from dcpjax.planner.transfers import naive_bytes, transfer_cost
 
