@@ -73,8 +73,8 @@ def latent_token_bytes(latent_dim: int, rope_dim: int, dtype: str) -> int:
 
 
 def index_token_bytes(index_dim: int, dtype: str) -> int:
-    """The indexer key of one token; 8-bit keys carry scales in every format (132 for 128)."""
-    if dtype == FP8_DS_MLA or value_bytes(dtype) == 1:
+    """The indexer key of one token; 132 for GLM and DeepSeek in ``fp8_ds_mla``."""
+    if dtype == FP8_DS_MLA:
         return index_dim + _scale_bytes(index_dim)
     return index_dim * value_bytes(dtype)
 

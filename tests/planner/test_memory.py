@@ -27,6 +27,7 @@ from dcpjax.planner.memory import (
 )
 from dcpjax.planner.models import find_model
 from tests.golden.tiny import write_tiny_model
+from tests.golden.tiny_glm import write_tiny_glm
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
 MILLION, K32 = 1 << 20, 1 << 15
@@ -53,7 +54,7 @@ def test_the_vector_of_kv_bytes():
         ("glm-5.1", "fp8_ds_mla", True, 79 * (656 + 132)),
         ("glm-5.2", "bfloat16", False, 78 * 1152 + 21 * 256),
         ("glm-5.2", "float32", False, 2 * (78 * 1152 + 21 * 256)),
-        ("glm-5.2", "fp8", False, 78 * 576 + 21 * 132),
+        ("glm-5.2", "fp8", False, 78 * 576 + 21 * 128),
         ("deepseek-v3", "fp8_ds_mla", False, 61 * 656),
         ("deepseek-v3.2", "fp8_ds_mla", True, 62 * (656 + 132)),
         ("llama-3-8b", "bfloat16", True, 131072),
@@ -86,6 +87,14 @@ SHAPES = [  # model, tp in all, dcp, page size, cache type
     ("mqa", 2, 1, 32, "fp8"),
     ("qwen3", 8, 2, 8, "bfloat16"),
     ("qwen3", 6, 3, 4, "float32"),
+]
+
+
+LATENT_SHAPES = [
+    ("periodic", 1, 1, 8, "float32"),
+    ("periodic", 2, 2, 4, "fp8"),
+    ("v32", 4, 2, 8, "fp8"),
+    ("v3", 4, 4, 8, "bfloat16"),
 ]
 
 
@@ -123,6 +132,19 @@ def test_the_engine_s_arrays_are_as_large(name, tp, dcp, page_size, dtype, tmp_p
     assert shares == {widths.pool_bytes(num_pages, page)}
     tokens = num_pages * deployment.virtual_page
     assert tokens == shape.num_pages * blueprint.config.virtual_page_size
+
+
+@pytest.mark.parametrize("name, tp, dcp, page_size, dtype", LATENT_SHAPES)
+def test_latents_and_keys_take_what_is_planned(name, tp, dcp, page_size, dtype, tmp_path):
+    """Bytes of all parts of a rank, from the allocated pools."""
+    folder = write_tiny_glm(tmp_path, name)
+    shapes = blueprint_of(folder, tp, dcp, page_size, dtype).pool_shapes(5)
+    mesh = decode_mesh(jax.devices()[:tp], dcp)
+    pools = [allocate_pool(shape, mesh) for shape in shapes.by_part.values()]
+    deployment = Deployment(tp=tp, dcp=dcp, page_size=page_size, cache_dtype=dtype)
+    page = page_bytes(find_model(str(folder)), deployment)
+    held = {sum(pool.addressable_shards[rank].data.nbytes for pool in pools) for rank in range(tp)}
+    assert held == {widths.pool_bytes(5, page)}
 
 
 def test_the_comparison_can_fail(tmp_path):
