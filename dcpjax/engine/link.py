@@ -6,6 +6,7 @@ all of them. There is no encryption and no access control, so it belongs on a ne
 engine's processes can reach.
 """
 
+import contextlib
 import logging
 import queue
 import socket
@@ -96,12 +97,11 @@ class Link:
         """
         stop = None if timeout is None else time.monotonic() + timeout
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 return self._arrived.get(timeout=_GLANCE_SECONDS)
-            except queue.Empty:
-                self.check()
-                if stop is not None and time.monotonic() > stop:
-                    raise TimeoutError from None
+            self.check()
+            if stop is not None and time.monotonic() > stop:
+                raise TimeoutError
 
     def check(self) -> None:
         """Raise the EngineDeadError of a process that is gone or failed."""
