@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import jax
 import numpy as np
 
-from dcpjax.config import DistributedConfig, EngineConfig
+from dcpjax.config import DistributedConfig, EngineConfig, Progress
 from dcpjax.engine.consensus import Consensus, Statement
 from dcpjax.engine.device_thread import DeviceThread
 from dcpjax.engine.joining import facts_of, join
@@ -148,13 +148,15 @@ class SeveralProcesses:
         EngineDeadError: one of them is gone.
     """
 
-    def __init__(self, config: DistributedConfig, facts: dict[str, str]) -> None:
+    def __init__(
+        self, config: DistributedConfig, facts: dict[str, str], progress: Progress | None = None
+    ) -> None:
         self._link = Link(config)
         self._reduction = LinkReduction(self._link)
         self._consensus = Consensus(self._reduction, capacity=_CAPACITY, page_size=1)
         self._thread = DeviceThread()
         try:
-            coordinator = join(self._link, config, facts)
+            coordinator = join(self._link, config, facts, progress)
             self.run(lambda: _start_jax(config, coordinator))
         except BaseException:  # also when the user interrupts it
             self._link.close()
@@ -249,8 +251,12 @@ class SeveralProcesses:
         self._link.close()
 
 
-def join_processes(config: EngineConfig, checkpoint: Checkpoint) -> OneProcess | SeveralProcesses:
+def join_processes(
+    config: EngineConfig, checkpoint: Checkpoint, progress: Progress | None = None
+) -> OneProcess | SeveralProcesses:
     """The processes of an engine, when all of them are there and JAX knows them.
+
+    ``progress`` hears what is waited for.
 
     Raises:
         ConfigError: they do not make an engine; the same on all of them.
@@ -258,7 +264,7 @@ def join_processes(config: EngineConfig, checkpoint: Checkpoint) -> OneProcess |
     """
     if config.distributed.is_alone:
         return OneProcess()
-    return SeveralProcesses(config.distributed, facts_of(config, checkpoint))
+    return SeveralProcesses(config.distributed, facts_of(config, checkpoint), progress)
 
 
 def _start_jax(config: DistributedConfig, coordinator: str) -> None:

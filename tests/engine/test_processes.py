@@ -183,8 +183,8 @@ def test_different_settings_are_refused_on_all_processes(model: Checkpoint, cach
     specs = {1: {"settings": {"block_size": 16, "seed": 1}}}
     refused = refusals(model, cache, specs)
     assert "same settings" in refused
-    assert "block_size='8 on node 0, 16 on node 1'" in refused
-    assert "seed='0 on node 0, 1 on node 1'" in refused
+    assert "block_size is 8 on node 0, 16 on node 1;" in refused
+    assert "seed is 0 on node 0, 1 on node 1" in refused
 
 
 def test_a_node_rank_that_is_there_twice_is_refused(model: Checkpoint, cache: Path):
@@ -196,7 +196,7 @@ def test_different_weights_are_refused(model: Checkpoint, cache: Path, tmp_path:
     other = write_random_model(
         tmp_path / "other", "other", json.loads((model.path / "config.json").read_text())
     )
-    assert "weights=" in refusals(model, cache, {1: {"model": str(other)}})
+    assert "weights is " in refusals(model, cache, {1: {"model": str(other)}})
 
 
 def refusals(model: Checkpoint, cache: Path, specs: Mapping[int, Any], nnodes: int = 2) -> str:
