@@ -155,6 +155,7 @@ class SeveralProcesses:
         self._reduction = LinkReduction(self._link)
         self._consensus = Consensus(self._reduction, capacity=_CAPACITY, page_size=1)
         self._thread = DeviceThread()
+        self._progress = progress
         try:
             coordinator = join(self._link, config, facts, progress)
             self.run(lambda: _start_jax(config, coordinator))
@@ -197,10 +198,16 @@ class SeveralProcesses:
     def on_failure(self, function: Callable[[], None]) -> None:
         self._link.on_failure(function)
 
+    def _tell(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(what, self._link.ranks, self._link.ranks)
+
     def least(self, number: int) -> int:
+        self._tell("agree on what all processes can hold")
         return int(self._reduction.exchange(np.asarray([number], np.int64)).min())
 
     def agree(self, what: str, witness: Callable[[], int]) -> None:
+        self._tell(f"see that all processes {what}")
         found = self._reduction.exchange(np.asarray([witness()], np.int64))[:, 0].tolist()
         if len(set(found)) > 1:
             raise ConsensusError(f"all processes of an engine {what}", by_node_rank=found)
