@@ -8,7 +8,6 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -38,6 +37,7 @@ from dcpjax.engine.sampler import CountsReset, SampledTokens, Sampler, SamplingF
 from dcpjax.engine.step import StepResult, StepShape, fetch_logits, gather_logits, make_step
 from dcpjax.engine.telling import told
 from dcpjax.engine.verification import Verifier
+from dcpjax.engine.workers import map_in_threads
 from dcpjax.errors import AuditError
 from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import WORLD, own_devices, place
@@ -192,11 +192,12 @@ class Runner:
         compile_one = told(progress, "compile", programs, self._compile_program)
         audit = told(progress, "audit", shapes, self._audit)
         run_once = told(progress, "run for the first time", shapes, self._run_once)
-        with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:
-            compiled = dict(zip(programs, executor.map(compile_one, programs), strict=True))
-            self._steps = {shape: compiled[shape] for shape in shapes}
-            if self._form.is_audited:
-                self.audits = tuple(executor.map(audit, shapes))
+        threads = min(2, os.cpu_count() or 1)
+        found = map_in_threads(compile_one, programs, threads)
+        compiled = dict(zip(programs, found, strict=True))
+        self._steps = {shape: compiled[shape] for shape in shapes}
+        if self._form.is_audited:
+            self.audits = tuple(map_in_threads(audit, shapes, threads))
         self._sampler.install({form: compiled[form] for form in self._sampler.programs})
         self._processes.agree("run the same collectives in the same order", self._collectives)
         for shape in shapes:
