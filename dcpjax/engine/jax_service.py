@@ -1,5 +1,7 @@
 """JAX's own service, through which the processes of an engine find each other's devices."""
 
+import os
+
 import jax
 
 from dcpjax.config import DistributedConfig
@@ -34,6 +36,7 @@ class JaxService:
             host, _, port = coordinator.rpartition(":")
             self._relay = Relay(host.strip("[]"), int(port))
             address = self._relay.address
+            _reach_without_proxy(address)
         try:
             jax.distributed.initialize(
                 address,
@@ -56,3 +59,10 @@ class JaxService:
         self.is_entered = False
         if self._relay is not None:
             self._relay.close()
+
+
+def _reach_without_proxy(address: str) -> None:
+    """A proxy of this environment, for HTTP, would be asked for the relay too."""
+    host = address.rpartition(":")[0]
+    names = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))
+    os.environ["no_grpc_proxy"] = f"{names},{host}" if names else host
