@@ -303,7 +303,7 @@ class TestProgress:
         ]
 
     def test_a_silence_is_broken_by_what_was_reached(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        silence = "still working after weights (2/3)"
+        silence = "still at weights (2/3)"
         lines: list[str] = []
         has_silence = threading.Event()
 

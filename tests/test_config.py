@@ -69,7 +69,8 @@ def test_values_outside_their_range(settings: dict[str, Any]) -> None:
         ({"nnodes": 2, "node_rank": -1}, r"node_rank is in \[0, nnodes\)"),
         ({"master_addr": ""}, "master_addr is not empty"),
         ({"master_port": 0}, "master_port is a port"),
-        ({"master_port": 65536}, "master_port is in"),
+        ({"master_port": -5}, r"know, in \[1, 65535\]"),
+        ({"master_port": 65536}, "master_port is a port"),
         ({"nnodes": 3}, "the number of ranks is a multiple of nnodes"),
     ],
 )

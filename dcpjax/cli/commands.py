@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 import dcpjax
+from dcpjax.cli.following import follow
 from dcpjax.cli.options import (
     Function,
     SectionCommand,
@@ -103,7 +104,7 @@ def serve_command(
     """
     config = EngineConfig.from_settings(model, settings)
     if not config.distributed.is_leader:
-        _follow(config)
+        follow(config, shutdown_timeout)
         return
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == "InProcessConnector":
@@ -210,15 +211,6 @@ def router_command(**settings: Any) -> None:
             click.echo(f"ready: {peers.summary()} at {url} (Ctrl-C stops)")
 
         asyncio.run(router.serve(config, bound, on_ready=announce))
-
-
-def _follow(config: EngineConfig) -> None:
-    from dcpjax.llm import load_follower
-
-    with LoadingProgress() as progress:
-        follow = load_follower(config, progress)
-    click.echo(f"ready: process {config.node_rank} of {config.nnodes} follows the first one")
-    follow()
 
 
 def _load(config: EngineConfig) -> Any:

@@ -86,7 +86,7 @@ class _Lines:
                 continue
             with self._lock:
                 is_new = self._reached != self._last_line
-                self._write(self._reached if is_new else f"still working after {self._reached}")
+                self._write(self._reached if is_new else f"still at {self._reached}")
 
     def _write(self, line: str) -> None:
         seconds = time.monotonic() - self._started

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
-from dcpjax.config.checks import COUNT, FILLED, PORT, check_types
+from dcpjax.config.checks import COUNT, FILLED, Rule, check_types
 from dcpjax.errors import ConfigError, MeshError
+
+_KNOWN_PORT = Rule(
+    lambda value: 1 <= value <= 65535, "a port that all processes know, in [1, 65535]"
+)
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,10 @@ class DistributedConfig:
         check_types(self)
         COUNT.check(self, "nnodes")
         FILLED.check(self, "master_addr")
-        PORT.check(self, "master_port")
+        _KNOWN_PORT.check(self, "master_port")
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(
                 "node_rank is in [0, nnodes)", node_rank=self.node_rank, nnodes=self.nnodes
-            )
-        if self.master_port == 0:
-            raise ConfigError(
-                "master_port is a port that all processes know", master_port=self.master_port
             )
 
     @property

@@ -59,7 +59,7 @@ class Engine:
         if config.load_format == "dummy":
             checkpoint = random_weights(checkpoint, config.seed)
         keep_compiled_programs()
-        self._processes = join_processes(config, checkpoint)
+        self._processes = join_processes(config, checkpoint, progress)
         with ExitStack() as opened:  # closed again where something of the rest is refused
             opened.push(lambda kind, error, trace: self._processes.fail(error) if error else None)
             self._processes.run(self._find_mesh)

@@ -6,6 +6,7 @@ all of them. There is no encryption and no access control, so it belongs on a ne
 engine's processes can reach.
 """
 
+import contextlib
 import logging
 import queue
 import socket
@@ -18,7 +19,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dcpjax.config import DistributedConfig
 from dcpjax.engine.link_messages import (
-    MAX_FRAME_BYTES,
     MAX_TEXT,
     AnyMessage,
     Close,
@@ -30,13 +30,9 @@ from dcpjax.engine.link_messages import (
     decode,
     encode,
 )
+from dcpjax.engine.link_socket import BEAT_SECONDS, SILENCE_SECONDS, open_socket
 from dcpjax.errors import ConfigError, EngineDeadError
-from dcpjax.transfer.side_channel import channel_address
 
-BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 5.0
-"""A process that does not answer for so long is gone. ZeroMQ's own threads ask and answer, so a
-busy process answers all the same."""
 _GLANCE_SECONDS = 0.05  # between two looks at the link while something else is waited for
 _LINGER_MS = 1000
 _CLOSE_SECONDS = 5.0
@@ -49,13 +45,13 @@ class Link:
     """One process's end. Messages of others wait in the order of their arrival.
 
     Raises:
-        ConfigError: the leader cannot listen at its address.
+        ConfigError: the address is unknown, or the leader cannot listen there.
     """
 
     def __init__(self, config: DistributedConfig) -> None:
         self.rank, self.ranks = config.node_rank, config.nnodes
         self._context = zmq.Context()
-        self._socket = _open(self._context, config)
+        self._socket = open_socket(self._context, config)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._names: dict[bytes, int] = {}  # of followers that said hello, at the leader
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -96,12 +92,11 @@ class Link:
         """
         stop = None if timeout is None else time.monotonic() + timeout
         while True:
-            try:
+            with contextlib.suppress(queue.Empty):
                 return self._arrived.get(timeout=_GLANCE_SECONDS)
-            except queue.Empty:
-                self.check()
-                if stop is not None and time.monotonic() > stop:
-                    raise TimeoutError from None
+            self.check()
+            if stop is not None and time.monotonic() > stop:
+                raise TimeoutError
 
     def check(self) -> None:
         """Raise the EngineDeadError of a process that is gone or failed."""
@@ -230,30 +225,3 @@ class Link:
             self._leader_knows.set()
         if rank is not None and self._failure is None and not (self._is_closing or self._is_ended):
             self._end(rank, "it is gone, or has not answered")
-
-
-def _open(context: zmq.Context, config: DistributedConfig) -> zmq.Socket:
-    """The leader's socket or a follower's."""
-    opened = context.socket(zmq.ROUTER if config.is_leader else zmq.DEALER)
-    opened.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)
-    opened.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * BEAT_SECONDS))
-    opened.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * SILENCE_SECONDS))
-    opened.setsockopt(zmq.IPV6, ":" in config.master_addr)
-    opened.setsockopt(zmq.SNDHWM, 0)  # bounded by what the leader waits for
-    opened.setsockopt(zmq.RCVHWM, 0)
-    address = channel_address(config.master_addr, config.master_port)
-    if not config.is_leader:
-        opened.connect(address)
-        return opened
-    opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    try:
-        opened.bind(address)
-    except zmq.ZMQError as error:
-        context.destroy(linger=0)
-        raise ConfigError(
-            "the leader can listen at master_addr and master_port",
-            master_addr=config.master_addr,
-            master_port=config.master_port,
-            reason=str(error),
-        ) from error
-    return opened

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Protocol, TypeVar
 
-import jax
 import numpy as np
 
-from dcpjax.config import DistributedConfig, EngineConfig
+from dcpjax.config import DistributedConfig, EngineConfig, Progress
 from dcpjax.engine.consensus import Consensus, Statement
 from dcpjax.engine.device_thread import DeviceThread
+from dcpjax.engine.jax_service import JaxService
 from dcpjax.engine.joining import facts_of, join
 from dcpjax.engine.link import Link
 from dcpjax.engine.link_messages import Close, Confirm, Message
 from dcpjax.engine.link_reduction import LinkReduction, gather_bytes
-from dcpjax.errors import ConfigError, ConsensusError, DcpjaxError, EngineDeadError
+from dcpjax.errors import ConsensusError, DcpjaxError, EngineDeadError
 from dcpjax.models.checkpoint import Checkpoint
 
 Result = TypeVar("Result")
@@ -30,8 +30,6 @@ _GRACE_SECONDS = 2.0
 """A collective breaks when another process dies, and a little later the link says which."""
 _GLANCE_SECONDS = 0.05  # between two looks at the link while the devices work
 _CAPACITY = 1  # polls and claims of a tick; an engine without host tiers has none
-
-_PREEMPTION = "jax_enable_preemption_service"
 
 _log = logging.getLogger(__name__)
 
@@ -148,14 +146,18 @@ class SeveralProcesses:
         EngineDeadError: one of them is gone.
     """
 
-    def __init__(self, config: DistributedConfig, facts: dict[str, str]) -> None:
+    def __init__(
+        self, config: DistributedConfig, facts: dict[str, str], progress: Progress | None = None
+    ) -> None:
         self._link = Link(config)
         self._reduction = LinkReduction(self._link)
         self._consensus = Consensus(self._reduction, capacity=_CAPACITY, page_size=1)
         self._thread = DeviceThread()
+        self._progress = progress
+        self._service = JaxService(config)
         try:
-            coordinator = join(self._link, config, facts)
-            self.run(lambda: _start_jax(config, coordinator))
+            coordinator = join(self._link, config, facts, progress)
+            self.run(lambda: self._service.enter(coordinator))
         except BaseException:  # also when the user interrupts it
             self._link.close()
             raise
@@ -195,10 +197,16 @@ class SeveralProcesses:
     def on_failure(self, function: Callable[[], None]) -> None:
         self._link.on_failure(function)
 
+    def _tell(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(what, self._link.ranks, self._link.ranks)
+
     def least(self, number: int) -> int:
+        self._tell("agree on what all processes can hold")
         return int(self._reduction.exchange(np.asarray([number], np.int64)).min())
 
     def agree(self, what: str, witness: Callable[[], int]) -> None:
+        self._tell(f"see that all processes {what}")
         found = self._reduction.exchange(np.asarray([witness()], np.int64))[:, 0].tolist()
         if len(set(found)) > 1:
             raise ConsensusError(f"all processes of an engine {what}", by_node_rank=found)
@@ -209,10 +217,10 @@ class SeveralProcesses:
     def settle(self) -> None:
         """Leave JAX's own service, through which its processes have found each other.
 
-        It would end this process without a word as soon as another one is gone. Collectives go on
-        over the connections that their first run has made.
+        Collectives go on over the connections that their first run has made. Whoever fails before
+        leaves the process without JAX's own end, which would wait for those that are gone.
         """
-        self.run(jax.distributed.shutdown)
+        self.run(self._service.leave)
         self._reduction.timeout = STEP_SECONDS
 
     def announce(self, message: Callable[[], Message]) -> None:
@@ -240,6 +248,8 @@ class SeveralProcesses:
 
     def fail(self, error: BaseException) -> None:
         """See :class:`Processes`; those that came out of :meth:`run` are known already."""
+        if self._service.is_entered:
+            self._thread.abandon()
         self._link.fail(f"{type(error).__name__}: {error}")
         self._link.close()
 
@@ -249,8 +259,12 @@ class SeveralProcesses:
         self._link.close()
 
 
-def join_processes(config: EngineConfig, checkpoint: Checkpoint) -> OneProcess | SeveralProcesses:
+def join_processes(
+    config: EngineConfig, checkpoint: Checkpoint, progress: Progress | None = None
+) -> OneProcess | SeveralProcesses:
     """The processes of an engine, when all of them are there and JAX knows them.
+
+    ``progress`` hears what is waited for.
 
     Raises:
         ConfigError: they do not make an engine; the same on all of them.
@@ -258,24 +272,4 @@ def join_processes(config: EngineConfig, checkpoint: Checkpoint) -> OneProcess |
     """
     if config.distributed.is_alone:
         return OneProcess()
-    return SeveralProcesses(config.distributed, facts_of(config, checkpoint))
-
-
-def _start_jax(config: DistributedConfig, coordinator: str) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of CPUs alone
-    if _PREEMPTION in jax.config.values:
-        jax.config.update(_PREEMPTION, False)  # it would keep SIGTERM from ending this process
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            config.nnodes,
-            config.node_rank,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=coordinator if config.is_leader else None,
-        )
-    except RuntimeError as error:
-        raise ConfigError(
-            "JAX can start several processes: nothing of it was used before in this one",
-            coordinator=coordinator,
-            why=str(error)[:500],
-        ) from error
+    return SeveralProcesses(config.distributed, facts_of(config, checkpoint), progress)

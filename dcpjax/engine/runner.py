@@ -5,11 +5,9 @@ nothing can be compiled later.
 """
 
 import dataclasses
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -37,7 +35,9 @@ from dcpjax.engine.pool_mirror import PoolMirror
 from dcpjax.engine.processes import OneProcess, Processes
 from dcpjax.engine.sampler import CountsReset, SampledTokens, Sampler, SamplingForm
 from dcpjax.engine.step import StepResult, StepShape, fetch_logits, gather_logits, make_step
+from dcpjax.engine.telling import told
 from dcpjax.engine.verification import Verifier
+from dcpjax.engine.workers import map_in_threads
 from dcpjax.errors import AuditError
 from dcpjax.form import DYNAMIC, StepForm
 from dcpjax.mesh import WORLD, own_devices, place
@@ -186,26 +186,26 @@ class Runner:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile every shape and every form of sampling, audit the steps and run them once.
 
-        ``progress`` hears of each program when its compilation starts, from several threads.
+        ``progress`` hears of each of these when it begins, from several threads.
         """
-        programs = [*self._shapes, *self._sampler.programs]
-        started = itertools.count(1)
-
-        def compile_one(program: StepShape | SamplingForm) -> Callable:
-            if progress is not None:
-                progress(f"compile {program}", next(started), len(programs))
-            is_step = isinstance(program, StepShape)
-            return self._compile(program) if is_step else self._sampler.compile(program)
-
-        with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as executor:
-            compiled = dict(zip(programs, executor.map(compile_one, programs), strict=True))
-            self._steps = {shape: compiled[shape] for shape in self._shapes}
-            if self._form.is_audited:
-                self.audits = tuple(executor.map(self._audit, self._shapes))
+        programs, shapes = [*self._shapes, *self._sampler.programs], self._shapes
+        compile_one = told(progress, "compile", programs, self._compile_program)
+        audit = told(progress, "audit", shapes, self._audit)
+        run_once = told(progress, "run for the first time", shapes, self._run_once)
+        threads = min(2, os.cpu_count() or 1)
+        found = map_in_threads(compile_one, programs, threads)
+        compiled = dict(zip(programs, found, strict=True))
+        self._steps = {shape: compiled[shape] for shape in shapes}
+        if self._form.is_audited:
+            self.audits = tuple(map_in_threads(audit, shapes, threads))
         self._sampler.install({form: compiled[form] for form in self._sampler.programs})
         self._processes.agree("run the same collectives in the same order", self._collectives)
-        for shape in self._shapes:
-            self._run_once(shape)
+        for shape in shapes:
+            run_once(shape)
+
+    def _compile_program(self, program: StepShape | SamplingForm) -> Callable:
+        is_step = isinstance(program, StepShape)
+        return self._compile(program) if is_step else self._sampler.compile(program)
 
     def _collectives(self) -> int:
         """A number that stands for the collectives of all steps.

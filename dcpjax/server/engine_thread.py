@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from dcpjax.engine.request import Request, TokenOutput
-from dcpjax.errors import EngineDeadError, RequestError
+from dcpjax.errors import DcpjaxError, EngineDeadError, RequestError
 from dcpjax.llm.interfaces import TokenEngine
 from dcpjax.server.errors import UnavailableError
 
@@ -259,9 +259,9 @@ class EngineClient:
                 if outputs := self._engine.step():
                     self._tell(self._deliver, outputs)
             self._engine.close()
-        except EngineDeadError as error:  # another process of it, for example: says which and why
-            _log.exception("the engine stopped")
-            self._tell(self._fail, error)
+        except DcpjaxError as error:  # says all that a user can know of it; no bug, no traceback
+            _log.error("the engine stopped: %s", error)
+            self._tell(self._fail, error if isinstance(error, EngineDeadError) else _dead())
         except Exception:  # whatever it was, nobody else could tell the waiting streams
             _log.exception("the engine stopped")
             self._tell(self._fail, _dead())

@@ -5,10 +5,12 @@ usage: engine_process.py SPEC, a JSON object:
   calls             of the leader: lists of [prompt, sampling parameters], each list one call
   repeats           the leader makes its last call again and again, until something happens
   raises_at         number of the step that fails in this process
+  warm_up           "waits" for ever, or "raises", instead of compiling
 """
 
 import json
 import sys
+import threading
 from typing import Any
 
 from dcpjax import LLM, SamplingParams
@@ -36,6 +38,16 @@ def break_at(step: int) -> None:
     Runner.execute = broken
 
 
+def break_warm_up(how: str) -> None:
+    def broken(self: Runner, progress: Any = None) -> None:
+        say(warming=True)
+        if how == "raises":
+            raise ZeroDivisionError("as the test wants it")
+        threading.Event().wait()
+
+    Runner.warm_up = broken
+
+
 def lead() -> None:
     with LLM(SPEC["model"], skip_tokenizer_init=True, **SPEC["settings"]) as llm:
         say(ready=True)
@@ -60,6 +72,8 @@ def follow() -> None:
 
 if "raises_at" in SPEC:
     break_at(SPEC["raises_at"])
+if "warm_up" in SPEC:
+    break_warm_up(SPEC["warm_up"])
 try:
     follow() if SPEC["settings"].get("node_rank") else lead()
 except DcpjaxError as error:

@@ -178,13 +178,36 @@ def test_a_leader_that_fails_ends_the_engine(model: Checkpoint, cache: Path):
 
 # How it does not start
 
+COMPILING = {0: {"calls": [], "warm_up": "waits"}, 1: {"warm_up": "waits"}}
+
+
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.matrix)])
+def test_a_process_that_is_killed_while_they_compile(model: Checkpoint, cache: Path, killed: int):
+    """JAX's own service, which still runs, would end the other one with a stack and SIGABRT."""
+    with running_engine(model.path, SMALL | DCP_2, cache=cache, specs=COMPILING) as processes:
+        for process in processes:
+            process.hear("warming")
+        processes[killed].send(signal.SIGKILL)
+        left = processes[1 - killed]
+        check_ends(left, killed, "gone")
+        assert left.errors == ""
+
+
+@pytest.mark.parametrize("failing", [1, pytest.param(0, marks=pytest.mark.matrix)])
+def test_a_process_that_fails_while_others_compile(model: Checkpoint, cache: Path, failing: int):
+    specs = {**COMPILING, failing: COMPILING[failing] | {"warm_up": "raises"}}
+    with running_engine(model.path, SMALL | DCP_2, cache=cache, specs=specs) as processes:
+        for process in processes:
+            check_ends(process, failing, "ZeroDivisionError", "as the test wants it")
+        assert processes[1 - failing].errors == ""
+
 
 def test_different_settings_are_refused_on_all_processes(model: Checkpoint, cache: Path):
     specs = {1: {"settings": {"block_size": 16, "seed": 1}}}
     refused = refusals(model, cache, specs)
     assert "same settings" in refused
-    assert "block_size='8 on node 0, 16 on node 1'" in refused
-    assert "seed='0 on node 0, 1 on node 1'" in refused
+    assert "block_size is 8 on node 0, 16 on node 1;" in refused
+    assert "seed is 0 on node 0, 1 on node 1" in refused
 
 
 def test_a_node_rank_that_is_there_twice_is_refused(model: Checkpoint, cache: Path):
@@ -196,7 +219,7 @@ def test_different_weights_are_refused(model: Checkpoint, cache: Path, tmp_path:
     other = write_random_model(
         tmp_path / "other", "other", json.loads((model.path / "config.json").read_text())
     )
-    assert "weights=" in refusals(model, cache, {1: {"model": str(other)}})
+    assert "weights is " in refusals(model, cache, {1: {"model": str(other)}})
 
 
 def refusals(model: Checkpoint, cache: Path, specs: Mapping[int, Any], nnodes: int = 2) -> str:

@@ -54,12 +54,17 @@ def test_every_shape_is_compiled_and_audited(engine):
 
 def test_progress_is_told_of_every_tensor_and_shape(engine, progress):
     loads = [event for event in progress if event[0] == "load"]
-    compiled = [event for event in progress if event[0] != "load"]
+    compiled = [event for event in progress if event[0].startswith("compile ")]
     assert [event[1] for event in loads] == list(range(1, loads[0][2] + 1))
     told = {event[0] for event in compiled}
     assert {f"compile {name}" for name in engine.runner.shape_names} < told
     assert any("sampling" in what for what in told)
     assert sorted(event[1] for event in compiled) == list(range(1, compiled[0][2] + 1))
+    names = engine.runner.shape_names
+    for what in ("audit", "run for the first time"):
+        events = [event for event in progress if event[0].startswith(what)]
+        assert sorted(event[0] for event in events) == sorted(f"{what} {name}" for name in names)
+        assert sorted(event[1:] for event in events) == [(n, 5) for n in range(1, 6)]
 
 
 def test_the_pool_stays_in_place_while_serving(engine):

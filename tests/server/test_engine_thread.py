@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcpjax.engine.request import FinishReason, Request, SamplingParams
-from dcpjax.errors import EngineDeadError, RequestError
+from dcpjax.errors import AuditError, ConsensusError, DcpjaxError, EngineDeadError, RequestError
 from dcpjax.server.engine_thread import EngineClient
 from dcpjax.server.errors import UnavailableError
 from tests.fakes import EOS, CountUpEngine
@@ -135,7 +135,25 @@ async def test_a_failing_step_ends_everything(
             await client.open([request(2)])
         with pytest.raises(EngineDeadError):
             await client.call(lambda engine: engine.stats())
-    assert "the device is lost" in caplog.text
+    assert "the device is lost" in caplog.text and "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ConsensusError("ranks agree", ranks=2), AuditError("no copies")])
+async def test_an_end_with_a_reason_is_logged_as_one_line(
+    engine: CountUpEngine, caplog: pytest.LogCaptureFixture, error: DcpjaxError
+) -> None:
+    def end() -> None:
+        raise error
+
+    engine.gate = end
+    async with EngineClient(engine, max_open=9) as client:
+        stream = await client.open([request(1)])
+        with pytest.raises(EngineDeadError) as caught:
+            await anext(stream)
+    assert (caught.value is error) == isinstance(error, EngineDeadError)
+    (record,) = caplog.records
+    assert record.getMessage() == f"the engine stopped: {error}"
+    assert record.exc_info is None
 
 
 async def test_a_failing_command_fails_its_caller_and_the_engine(engine: CountUpEngine) -> None:

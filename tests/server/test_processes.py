@@ -65,7 +65,7 @@ def test_a_follower_that_is_killed_ends_streams_and_the_server(
     message = json.loads(last)["error"]["message"]
     assert "node rank 1" in message and "gone" in message
     assert leader.end() == 1
-    assert "node rank 1" in leader.errors
+    assert "node rank 1" in leader.errors and "Traceback" not in leader.errors
 
 
 @pytest.mark.matrix
@@ -79,8 +79,13 @@ def test_a_server_without_requests_hears_of_it_too(processes: list[EngineProcess
 
 
 @pytest.mark.matrix
-def test_a_server_that_is_told_to_leave_takes_its_followers_along(processes: list[EngineProcess]):
+def test_processes_that_are_told_to_leave_together_leave_well(processes: list[EngineProcess]):
+    """As a container's runtime tells them: the follower waits for the leader's word."""
     leader, follower = processes
     url_of(leader)
-    leader.send(signal.SIGTERM)
+    follower.hear_line("ready: ")
+    for process in (follower, leader):
+        process.send(signal.SIGTERM)
     assert (leader.end(), follower.end()) == (0, 0)
+    assert all("Traceback" not in process.errors for process in processes)
+    assert "SIGTERM: waits up to" in follower.errors
