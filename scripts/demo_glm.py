@@ -50,11 +50,11 @@ def main() -> int:
         with console.status("compiling: the same with drafts"):
             drafting = opened.enter_context(LLM("glm-tiny", speculative_config=DRAFTS, **SETTINGS))
         num_right, example = ask(plain)
-        sides = tell(plain, drafting)
+        told, drafted = tell(plain, drafting)
         acceptance_length = cast(float, drafting.stats()["acceptance_length"])
     console.print(f"The end of a context of {CONTEXT} tokens, and the answer:\n{example}\n")
-    console.print(table_of(num_right, *sides, acceptance_length))
-    return 0 if sides[0].tokens == sides[1].tokens else 1
+    console.print(table_of(num_right, told, drafted, acceptance_length))
+    return 0 if told.tokens == drafted.tokens else 1
 
 
 def ask(llm: LLM) -> tuple[int, str]:
