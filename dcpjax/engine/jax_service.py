@@ -9,6 +9,8 @@ from dcpjax.engine.relay import Relay
 from dcpjax.errors import ConfigError
 
 _PREEMPTION = "jax_enable_preemption_service"
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+_NO_PROXY = "no_grpc_proxy"
 
 
 class JaxService:
@@ -62,7 +64,9 @@ class JaxService:
 
 
 def _reach_without_proxy(address: str) -> None:
-    """A proxy of this environment, for HTTP, would be asked for the relay too."""
+    """A proxy of this environment would be asked for the relay too."""
+    if not any(name in os.environ for name in _PROXIES):
+        return
     host = address.rpartition(":")[0]
-    names = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))
-    os.environ["no_grpc_proxy"] = f"{names},{host}" if names else host
+    names = os.environ.get(_NO_PROXY, os.environ.get("no_proxy", ""))
+    os.environ[_NO_PROXY] = f"{names},{host}" if names else host
