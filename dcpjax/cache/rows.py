@@ -23,6 +23,12 @@ from dcpjax.cache import formats
 class RowFormat(Protocol):
     """How the rows of a page are stored. A page of one layer and head has S × C stored values."""
 
+    @property
+    def field_bytes(self) -> tuple[int, ...]:
+        """Bytes of each field of a row, where a page has one field of all its rows after the other;
+        empty where the bytes of a row lie together."""
+        ...
+
     def page_extent(self, page_size: int, width: int) -> tuple[int, int]:
         """S and C of a page with ``page_size`` rows of ``width`` values."""
         ...
@@ -57,6 +63,10 @@ class RowFormat(Protocol):
 @dataclass(frozen=True)
 class PlainRows:
     """Values one after the other."""
+
+    @property
+    def field_bytes(self) -> tuple[int, ...]:
+        return ()
 
     def page_extent(self, page_size: int, width: int) -> tuple[int, int]:
         return page_size, width

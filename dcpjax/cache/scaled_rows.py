@@ -66,6 +66,10 @@ class Fp8LatentRows:
     def row_bytes(self) -> int:
         return self.latent + self.tiles * SCALE_BYTES + self.rope * 2
 
+    @property
+    def field_bytes(self) -> tuple[int, ...]:
+        return ()
+
     def page_extent(self, page_size: int, width: int) -> tuple[int, int]:
         _check_width(width, self.latent + self.rope)
         return page_size, self.row_bytes
@@ -117,6 +121,10 @@ class Fp8KeyPages:
     """
 
     width: int
+
+    @property
+    def field_bytes(self) -> tuple[int, ...]:
+        return self.width, SCALE_BYTES
 
     def page_extent(self, page_size: int, width: int) -> tuple[int, int]:
         _check_width(width, self.width)

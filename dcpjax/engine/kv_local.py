@@ -127,8 +127,10 @@ class LocalKV:
         self.last_transfer = move.shown(moved, self.backend.name)
 
     def _wants_staging(self, part: str, plan: TransferPlan) -> bool:
-        token_bytes = self.info.part(part).token_bytes
-        return self._staging is not None and is_staging_faster(plan, token_bytes=token_bytes)
+        own = self.info.part(part)
+        if self._staging is None or own.field_bytes:  # rows are put in order, not their fields
+            return False
+        return is_staging_faster(plan, token_bytes=own.token_bytes)
 
     def _pull_staged(self, move: SequenceMove, parts: Sequence[str]) -> list[Moved]:
         """Through the staging pages, whose lock is held, and released when nothing lands there."""

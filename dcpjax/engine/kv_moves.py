@@ -10,7 +10,7 @@ import numpy as np
 from dcpjax.transfer.bind import BoundTransfer, bind
 from dcpjax.transfer.engine_info import EngineInfo
 from dcpjax.transfer.memory import SequenceMemory
-from dcpjax.transfer.parts import join, plan_parts
+from dcpjax.transfer.parts import by_field, join, plan_parts
 from dcpjax.transfer.plan import TransferPlan
 
 PageIds = Sequence[int] | np.ndarray
@@ -63,7 +63,13 @@ class SequenceMove:
 
     def bind(self, parts: Iterable[str]) -> BoundTransfer:
         """These parts as one transfer, directly to their places."""
-        return join([bind(self.plans[part], *self.memory(part)) for part in parts])
+        return join(
+            [
+                bind(self.plans[part], *sides)
+                for part in parts
+                for sides in by_field(self.target.part(part).field_bytes, *self.memory(part))
+            ]
+        )
 
     def shown(self, transfers: Sequence[Moved], backend: str) -> dict[str, Any]:
         """What has moved for people: bytes and pieces, [source ranks][target ranks].

@@ -39,7 +39,7 @@ def describe_parts(
             placement=placements[part.name],
             regions=regions[part.name],
             token_bytes=regions[part.name][0].token_bytes,
-            has_whole_pages=_has_whole_pages(pools.by_part[part.name]),
+            field_bytes=pools.by_part[part.name].row_format.field_bytes,
         )
         for part in parts
     )
@@ -68,9 +68,3 @@ def _cache_format(part: CachePart, pool: PoolShape) -> str:
     """What the bytes of a page are, in the order of their strides."""
     plain = f"pages, layers, heads, tokens, {_VALUES[part.name]}"
     return plain if pool.row_format == PLAIN else f"{plain}: {pool.row_format}"
-
-
-def _has_whole_pages(pool: PoolShape) -> bool:
-    """Whether the bytes of a token do not lie together in a page."""
-    rows, _ = pool.page_extent
-    return rows != pool.page_size

@@ -11,7 +11,7 @@ from dcpjax.transfer.messages import MAX_RANKS, Digest, Factors, Id, Version
 from dcpjax.transfer.part_info import PartInfo
 from dcpjax.transfer.parts import PlacedPart
 
-CONNECTOR_VERSION = 4
+CONNECTOR_VERSION = 5
 """Of the messages, of EngineInfo and of what they mean. In the compatibility hash."""
 
 _MAX_SIZE = 2**31 - 1

@@ -13,7 +13,6 @@ from dcpjax.errors import PeerError
 from dcpjax.transfer.engine_info import EngineInfo, decode_engine, encode_engine
 from dcpjax.transfer.messages import Hello, Welcome
 from dcpjax.transfer.part_info import PartInfo
-from dcpjax.transfer.parts import cuts_pages
 
 _IN_WORDS = {"compatibility": "compatibility (of all that one of them lists)"}
 
@@ -89,7 +88,7 @@ def _check_same(name: str, ours: object, theirs: object, **of: object) -> None:
 
 
 def _check_same_part(ours: PartInfo, theirs: PartInfo) -> None:
-    for name in ("cache_format", "cache_dtype", "token_bytes", "has_whole_pages"):
+    for name in ("cache_format", "cache_dtype", "token_bytes", "field_bytes"):
         _check_same(name, getattr(ours, name), getattr(theirs, name), part=ours.name)
     for name in ("layers", "kv_heads"):
         places = getattr(ours.placement, name), getattr(theirs.placement, name)
@@ -106,7 +105,7 @@ def _check_same_part(ours: PartInfo, theirs: PartInfo) -> None:
 
 
 def _check_parts(*, consumer: EngineInfo, producer: EngineInfo) -> None:
-    """All that the consumer caches is there, and nothing of it would have to be cut."""
+    """All that the consumer caches is there."""
     wanted, held = ({part.name for part in info.parts} for info in (consumer, producer))
     if not wanted <= held:
         raise PeerError(
@@ -115,20 +114,6 @@ def _check_parts(*, consumer: EngineInfo, producer: EngineInfo) -> None:
             consumer=", ".join(sorted(wanted)),
             producer=", ".join(sorted(held)),
         )
-    for part in consumer.parts:
-        source = producer.part(part.name)
-        if part.has_whole_pages and cuts_pages(source.placement, part.placement):
-            raise PeerError(
-                "a cache part that moves as whole pages has the same tokens in the pages of both "
-                "engines",
-                part=part.name,
-                consumer_page_size=part.placement.page_size,
-                consumer_interleave=consumer.interleave,
-                consumer_dcp_size=consumer.dcp_size,
-                producer_page_size=source.placement.page_size,
-                producer_interleave=producer.interleave,
-                producer_dcp_size=producer.dcp_size,
-            )
 
 
 def _check_factors(ours: EngineInfo, theirs: EngineInfo | Hello | Welcome) -> None:

@@ -1,7 +1,7 @@
 """Where an engine's pages lie: addresses and strides, one region per rank. No jax, no I/O."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,6 +57,13 @@ class RankMemory:
     def num_bytes(self) -> int:
         return self.num_pages * self.page_stride
 
+    def of_field(self, first: int, num_bytes: int, page_size: int) -> "RankMemory":
+        """One field of all tokens, where a page has them together, behind ``first`` bytes of each
+        token in the fields before."""
+        if not self.num_bytes:
+            return self
+        return replace(self, address=self.address + page_size * first, token_bytes=num_bytes)
+
 
 @dataclass(frozen=True)
 class SequenceMemory:
@@ -79,3 +86,10 @@ class SequenceMemory:
                 regions=len(self.ranks),
                 ranks=self.placement.num_ranks,
             )
+
+    def of_field(self, first: int, num_bytes: int) -> "SequenceMemory":
+        """See :meth:`RankMemory.of_field`."""
+        page_size = self.placement.page_size
+        return replace(
+            self, ranks=tuple(rank.of_field(first, num_bytes, page_size) for rank in self.ranks)
+        )

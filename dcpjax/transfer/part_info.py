@@ -17,10 +17,17 @@ from dcpjax.transfer.parts import PlacedPart
 MAX_ADDRESS = 2**63 - 1
 _MAX_SIZE = 2**31 - 1
 _MAX_LAYERS = 4096
+_MAX_FIELDS = 8
 
 Layers = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_SIZE)], ...],
     msgspec.Meta(max_length=_MAX_LAYERS),
+]
+
+
+Fields = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=1, le=_MAX_SIZE)], ...],
+    msgspec.Meta(max_length=_MAX_FIELDS),
 ]
 
 
@@ -34,8 +41,8 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         cache_dtype: of the stored values.
         regions: by rank of ``placement``.
         token_bytes: of one token of one head of one layer.
-        has_whole_pages: the bytes of a token do not lie together: only whole pages move, of page
-            size · ``token_bytes`` bytes.
+        field_bytes: of a token's fields, where a page of a layer and head has one field of all its
+            tokens after the other; empty where the bytes of a token lie together.
 
     Raises:
         TransferError: two of the fields contradict each other, or one is out of range.
@@ -48,7 +55,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     placement: KVPlacement
     regions: tuple[RankMemory, ...]
     token_bytes: int
-    has_whole_pages: bool = False
+    field_bytes: Fields = ()
 
     def __post_init__(self) -> None:
         _check_sizes(self)
@@ -69,7 +76,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @cached_property
     def placed(self) -> PlacedPart:
         """What is planned with."""
-        return PlacedPart(self.name, self.layers, self.placement, self.has_whole_pages)
+        return PlacedPart(self.name, self.layers, self.placement, self.field_bytes)
 
     @property
     def num_pages(self) -> int:
@@ -88,6 +95,14 @@ def _check_sizes(part: PartInfo) -> None:
     for name, size in sizes.items():
         if not 1 <= size <= _MAX_SIZE:
             raise TransferError(f"{name} is in [1, 2**31)", **{name: size}, part=part.name)
+    fields = part.field_bytes
+    if fields and (min(fields) < 1 or sum(fields) != part.token_bytes):
+        raise TransferError(
+            "the fields of a token have its token_bytes together",
+            field_bytes=fields,
+            token_bytes=part.token_bytes,
+            part=part.name,
+        )
 
 
 def _check_layers(part: PartInfo) -> None:

@@ -5,14 +5,15 @@ page ids of the sequence. Bound together they are one transfer, which arrives as
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from dcpjax.errors import PlanError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.blocks import BoundPath, BoundTransfer
 from dcpjax.transfer.cover import routes
-from dcpjax.transfer.memory import RankMemory
+from dcpjax.transfer.memory import RankMemory, SequenceMemory
 from dcpjax.transfer.plan import TransferPlan, plan_transfer
 from dcpjax.transfer.runs import TokenSplit, common_runs
 
@@ -25,13 +26,14 @@ class PlacedPart:
         name: the same on both sides of a transfer.
         layers: the layers of the model that have this part, ascending; layer k of the placement is
             ``layers[k]``.
-        has_whole_pages: the bytes of a token do not lie together, so only whole pages move.
+        field_bytes: of a token's fields, where a page has one field of all its tokens after the
+            other; empty where the bytes of a token lie together.
     """
 
     name: str
     layers: tuple[int, ...]
     placement: KVPlacement
-    has_whole_pages: bool = False
+    field_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.layers) != self.placement.layers:
@@ -62,11 +64,11 @@ def plan_parts(
     """The plan of every part of the target, by name, in the order of ``target``.
 
     The source may have more parts: a target that does not speculate takes no draft layer. Of a part
-    with whole pages the plan goes on to the end of the last page.
+    with fields the plan goes on to the end of the last page, where no page has to be cut.
 
     Raises:
         PlanError: the target has a part that the source lacks, a part has different layers or
-            would be cut within its pages, or :func:`dcpjax.transfer.plan_transfer` refuses one.
+            fields, or :func:`dcpjax.transfer.plan_transfer` refuses one.
     """
     source_parts, target_parts = _by_name(source), _by_name(target)
     if not target_parts.keys() <= source_parts.keys():
@@ -81,6 +83,7 @@ def plan_parts(
     }
 
 
+@lru_cache(maxsize=256)
 def cuts_pages(source: KVPlacement, target: KVPlacement) -> bool:
     """Whether some page of one side goes to, or comes from, more than one page of the other.
 
@@ -90,6 +93,19 @@ def cuts_pages(source: KVPlacement, target: KVPlacement) -> bool:
     return source.page_size != target.page_size or not all(
         common_runs(route.source, route.target).is_in_pages for route in routes(source, target)
     )
+
+
+def by_field(
+    field_bytes: Sequence[int], source: SequenceMemory, target: SequenceMemory
+) -> Iterator[tuple[SequenceMemory, SequenceMemory]]:
+    """The memory of a part on both sides; of its fields one by one, where a page would be cut."""
+    if not field_bytes or not cuts_pages(source.placement, target.placement):
+        yield source, target
+        return
+    first = 0
+    for size in field_bytes:
+        yield source.of_field(first, size), target.of_field(first, size)
+        first += size
 
 
 def join(transfers: Sequence[BoundTransfer]) -> BoundTransfer:
@@ -120,7 +136,7 @@ def join(transfers: Sequence[BoundTransfer]) -> BoundTransfer:
 def _plan_part(
     source: PlacedPart, target: PlacedPart, first_token: int, num_tokens: int
 ) -> TransferPlan:
-    for name in ("layers", "has_whole_pages"):
+    for name in ("layers", "field_bytes"):
         if getattr(source, name) != getattr(target, name):
             raise PlanError(
                 f"a cache part has the same {name} at the source and the target",
@@ -128,7 +144,7 @@ def _plan_part(
                 source=getattr(source, name),
                 target=getattr(target, name),
             )
-    if source.has_whole_pages:
+    if source.field_bytes and not cuts_pages(source.placement, target.placement):
         num_tokens = _to_whole_pages(source, target, first_token, num_tokens)
     return plan_transfer(
         source.placement, target.placement, num_tokens=num_tokens, first_token=first_token
@@ -139,14 +155,6 @@ def _to_whole_pages(
     source: PlacedPart, target: PlacedPart, first_token: int, num_tokens: int
 ) -> int:
     """``num_tokens`` up to the end of a page."""
-    if cuts_pages(source.placement, target.placement):
-        raise PlanError(
-            "a cache part that moves as whole pages has the same pages at the source and the "
-            "target",
-            part=source.name,
-            source_page_size=source.placement.page_size,
-            target_page_size=target.placement.page_size,
-        )
     unit = math.lcm(_cut_unit(source.placement), _cut_unit(target.placement))
     if first_token % unit:
         raise PlanError(

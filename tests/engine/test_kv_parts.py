@@ -50,24 +50,22 @@ def test_a_replicated_part_has_longer_pages(dcp, index_kv, tmp_path):
         assert part.placement.page_size == (PAGE * dcp if is_whole else PAGE)
         assert {share.ranks for share in part.placement.shares} == {1 if is_whole else dcp}
         assert {share.num_heads for share in part.placement.shares} == {1}
-        assert not part.has_whole_pages
+        assert part.field_bytes == ()
     assert parts[INDEXER].layers == (0, 1, 3) and parts[DRAFT_INDEXER].layers == (4,)
     assert parts[LATENT].token_bytes == (128 + 6) * 4
     assert parts[INDEXER].token_bytes == 8 * 4
     assert parts[LATENT].cache_format != parts[INDEXER].cache_format
 
 
-def test_scaled_keys_move_as_whole_pages(tmp_path):
+def test_a_page_of_scaled_keys_has_the_scales_at_its_end(tmp_path):
     parts = described(
         tmp_path,
         decode_context_parallel_size=4,
         index_kv="replicated",
         kv_cache_dtype="fp8_ds_mla",
     )
-    assert {name for name, part in parts.items() if part.has_whole_pages} == {
-        INDEXER,
-        DRAFT_INDEXER,
-    }
+    fields = {name: part.field_bytes for name, part in parts.items() if part.field_bytes}
+    assert fields == {INDEXER: (8, 4), DRAFT_INDEXER: (8, 4)}
     for name, part in parts.items():
         row = 128 + 4 + 6 * 2 if name in (LATENT, DRAFT_LATENT) else 8 + 4
         assert part.token_bytes == row

@@ -281,17 +281,28 @@ def moved_by_path(moved: Moved, part: int) -> np.ndarray:
 
 
 ROUNDED = [
-    CONNECTORS[0],
-    *(pytest.param(connector, marks=pytest.mark.matrix) for connector in CONNECTORS[1:]),
+    ("sharded 4", "dcp 2", CONNECTORS[0]),
+    *(
+        pytest.param(*case, marks=pytest.mark.matrix)
+        for case in (
+            *(("sharded 4", "dcp 2", connector) for connector in CONNECTORS[1:]),
+            ("sharded 4", DCP4, CONNECTORS[0]),
+            ("tp 2, split 2", "dcp 2", CONNECTORS[0]),
+            ("replicated 2", "alone", CONNECTORS[0]),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("connector", ROUNDED)
-def test_values_with_scales_move_as_they_are_stored(connector, engines):
-    """Latents and keys of fp8_ds_mla, between engines whose pages have the same tokens."""
-    pair = engines.pair("wide", "sharded 4", DCP4, connector)
+@pytest.mark.parametrize(("source", "target", "connector"), ROUNDED)
+def test_values_with_scales_move_as_they_are_stored(source, target, connector, engines):
+    """Latents and keys of fp8_ds_mla: pages of one engine are cut for those of the other."""
+    pair = engines.pair("wide", source, target, connector)
     check_tokens(pair)
     check_many_at_once(pair)
+    if (source, target) == ("sharded 4", "dcp 2"):
+        check_bytes(pair, are_whole_pages=False)
+        check_chunks(pair)
 
 
 @pytest.mark.matrix

@@ -142,17 +142,11 @@ def test_pcp_engines_get_their_settings(residency):
     assert config.interleave == settings_of(found.commands[2]).interleave == 64
 
 
-def test_pages_of_scaled_keys_are_not_cut():
-    """They move as a whole, so only engines with the same pages of them hand over."""
+def test_engines_may_spread_scaled_keys_over_other_ranks():
     target = Deployment(tp=8, dcp=8, draft_tokens=3)
-    same = launch(ROOMY, Candidate(target, 1, PCP["sharded"], 1), "x")
-    assert "fp8_ds_mla" in same.commands[0]
-    for residency in ("replicated", "layer_split"):
-        with pytest.raises(UnsupportedCombination, match="whole pages") as error:
-            launch(ROOMY, Candidate(target, 1, PCP[residency], 1), "x")
-        assert (error.value.values["prefill_dcp"], error.value.values["decode_dcp"]) == (1, 8)
-        plain = replace(target, dcp=1)
-        assert launch(ROOMY, Candidate(plain, 1, PCP[residency], 1), "x").commands
+    for residency in PCP:
+        commands = launch(ROOMY, Candidate(target, 1, PCP[residency], 1), "x").commands
+        assert "fp8_ds_mla" in commands[0]
 
 
 def test_the_check_of_commands_can_fail():

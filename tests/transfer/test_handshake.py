@@ -171,6 +171,10 @@ def test_contradictions_are_refused(changes: dict[str, Any], rule: str) -> None:
         ({"layers": (*range(29), 28)}, "the layers of a cache part ascend"),
         ({"token_bytes": 256}, "rank=0, region=512, token_bytes=256"),
         ({"token_bytes": 2**31}, "token_bytes=2147483648"),
+        (
+            {"field_bytes": (448, 63)},
+            "together .field_bytes=.448, 63., token_bytes=512",
+        ),
         (with_region(token_bytes=511), "region=511, token_bytes=512"),
         (with_region(address=0), "holds something has memory .rank=0, address=0"),
         (with_region(address=-1), "address=-1"),
@@ -235,7 +239,8 @@ def test_pages_may_have_gaps() -> None:
         (("parts", 0, "name"), ""),
         (("parts", 0, "layers", 0), -1),
         (("parts", 0, "cache_format"), 1),
-        (("parts", 0, "has_whole_pages"), 1),
+        (("parts", 0, "field_bytes"), [512, 0]),
+        (("parts", 0, "field_bytes"), 512),
         (
             (
                 "parts",
@@ -277,8 +282,8 @@ def test_each_factor_is_in_the_hash(name: str) -> None:
 
 def test_the_hash_is_the_same_in_every_process() -> None:
     """A change of it makes engines of two releases refuse each other: raise the version too."""
-    assert CONNECTOR_VERSION == 4
-    expected = "fd99b840f9ad4d1a448708d1f166edd55fb6cf656f1c0ee083cbaf8f6fa0f1be"
+    assert CONNECTOR_VERSION == 5
+    expected = "868c9b7db802cd7a9be9cff73c5a6a9e38604a3df379663009065de6413ecce3"
     assert engine().compatibility == expected
     assert engine(factors=dict(reversed(FACTORS.items()))).compatibility == expected
 
@@ -307,7 +312,7 @@ UNEVEN = {**SHAPE, "page_size": 24}
             engine(factors=MORE_FACTORS),
             f"same compatibility.*{engine(factors=MORE_FACTORS).compatibility}",
         ),
-        (engine(connector_version=5), "same connector_version .ours=4, theirs=5"),
+        (engine(connector_version=6), "same connector_version .ours=5, theirs=6"),
         (engine(backend="mooncake"), "same backend .ours='nixl', theirs='mooncake'"),
         (engine(parts=(part(token_bytes=256),)), "same token_bytes .ours=512, theirs=256"),
         (
@@ -315,7 +320,7 @@ UNEVEN = {**SHAPE, "page_size": 24}
             "same cache_format .*theirs='pages,layers,tokens', part='kv'",
         ),
         (engine(parts=(part(cache_dtype="int8"),)), "same cache_dtype .ours='float32'"),
-        (engine(parts=(part(has_whole_pages=True),)), "same has_whole_pages .ours=False"),
+        (engine(parts=(part(field_bytes=(448, 64)),)), "same field_bytes .*theirs=.448, 64."),
         (
             engine(parts=(part(layers=tuple(range(1, 31))),)),
             "same layers .ours=.0, 1, .*theirs=.1, 2, ",
@@ -394,31 +399,6 @@ def test_a_producer_may_have_drafts_that_its_consumer_lacks() -> None:
         meet(drafting, welcome(plain))
     with pytest.raises(PeerError, match=rule):
         meet(plain, hello(drafting, engine_id="False"))
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "rule"),
-    [
-        (
-            {"dcp": 4, "has_whole_index": True},
-            {"dcp": 4},
-            "whole pages.*part='indexer', consumer_page_size=16, consumer_interleave=16, "
-            "consumer_dcp_size=4, producer_page_size=64",
-        ),
-        ({"dcp": 4, "interleave": 4}, {"dcp": 1}, "producer_interleave=4"),
-    ],
-)
-def test_pages_that_move_whole_are_not_cut(
-    one: dict[str, Any], other: dict[str, Any], rule: str
-) -> None:
-    meet(latent_engine(**other), welcome(latent_engine(**one)))
-    pages = {"has_whole_pages": True, "cache_format": "scaled"}
-    producer, consumer = latent_engine(**one, **pages), latent_engine(**other, **pages)
-    meet(consumer, welcome(consumer))
-    with pytest.raises(PeerError, match=rule):
-        meet(consumer, welcome(producer))
-    with pytest.raises(PeerError, match="whole pages"):
-        meet(producer, welcome(consumer))
 
 
 def test_two_engines_meet_through_frames() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dcpjax.errors import PlanError
 from dcpjax.layout import KVPlacement
 from dcpjax.transfer.bind import bind
-from dcpjax.transfer.parts import PlacedPart, cuts_pages, join, plan_parts
-from tests.transfer.simulated import SimulatedEngine, move
+from dcpjax.transfer.parts import PlacedPart, by_field, cuts_pages, join, plan_parts
+from tests.transfer.simulated import FOREIGN, UNTOUCHED, SimulatedEngine, move
 
 LAYERS, PAGE = 6, 4
 INDEXED = (0, 2, 5)
@@ -130,6 +130,10 @@ def test_a_staged_transfer_is_not_joined():
 # Pages whose tokens do not lie together
 
 
+FIELDS = (8, 4)
+"""Bytes of values and scales of a token; a page has the scales of all its tokens at its end."""
+
+
 def whole_pages(dcp: int, interleave: int, page_size: int = PAGE, *, is_replicated=False):
     shape = {"layers": len(INDEXED), "kv_heads": 1}
     if is_replicated:
@@ -137,7 +141,7 @@ def whole_pages(dcp: int, interleave: int, page_size: int = PAGE, *, is_replicat
     else:
         shape["interleave"] = interleave
         placement = KVPlacement.decode(dcp, dcp, **shape, page_size=page_size)
-    return PlacedPart(INDEXER, INDEXED, placement, has_whole_pages=True)
+    return PlacedPart(INDEXER, INDEXED, placement, FIELDS)
 
 
 FITTING = [
@@ -187,16 +191,33 @@ def test_whole_pages_behind_a_prefix():
         (whole_pages(2, PAGE), whole_pages(2, 1, is_replicated=True)),
     ],
 )
-def test_what_would_cut_a_page_is_refused(source, target):
+@pytest.mark.parametrize(
+    "tokens", [range(0), range(1), range(3, 8), range(2 * PAGE + 1), range(50)]
+)
+def test_what_would_cut_a_page_moves_field_by_field(source, target, tokens):
     for one, other in ((source, target), (target, source)):
         assert cuts_pages(one.placement, other.placement)
-        sizes = one.placement.page_size, other.placement.page_size
-        match = f"source_page_size={sizes[0]}, target_page_size={sizes[1]}"
-        with pytest.raises(PlanError, match=match):
-            plan_parts([one], [other], num_tokens=8)
+        plan = plan_parts([one], [other], num_tokens=tokens.stop, first_token=tokens.start)[INDEXER]
+        assert (plan.first_token, plan.num_tokens) == (tokens.start, tokens.stop)
+        rng = np.random.default_rng(tokens.stop)
+        sides = [
+            SimulatedEngine.build(part.placement, tokens.stop, rng, items_per_token=3)
+            for part in (one, other)
+        ]
+        pairs = list(by_field(FIELDS, *(side.memory for side in sides)))
+        sides[0].data.fill(FOREIGN)
+        expected = sides[1].data
+        for from_memory, to_memory in pairs:
+            sides[0].data, _ = SimulatedEngine(from_memory, sides[0].data).expected(
+                range(tokens.stop)
+            )
+            expected, _ = SimulatedEngine(to_memory, expected).expected(tokens)
+        move(join([bind(plan, *memories) for memories in pairs]), *sides)
+        np.testing.assert_array_equal(sides[1].data, expected)
+        assert len(pairs) == 2 and (not tokens or (expected != UNTOUCHED).any())
 
 
-def test_a_part_moves_in_one_way():
-    rows = dataclasses.replace(whole_pages(1, PAGE), has_whole_pages=False)
-    with pytest.raises(PlanError, match="same has_whole_pages.*source=True, target=False"):
+def test_the_fields_of_a_part_are_the_same_on_both_sides():
+    rows = dataclasses.replace(whole_pages(1, PAGE), field_bytes=())
+    with pytest.raises(PlanError, match=r"same field_bytes.*source=\(8, 4\), target=\(\)"):
         plan_parts([whole_pages(1, PAGE)], [rows], num_tokens=8)
