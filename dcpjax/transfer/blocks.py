@@ -197,7 +197,7 @@ def _first_offset(path: TransferPath, share: KVShare, rank: RankMemory, token: i
     """Where the first head of the first layer of a path begins in a page, [1]."""
     layer = (path.layer_start - share.layer_start) * rank.layer_stride
     head = (path.head_start - share.head_start) * rank.head_stride
-    return np.array([layer + head + token * rank.token_bytes])
+    return np.array([layer + head + rank.first + token * rank.token_bytes])
 
 
 def _concatenate(parts: Iterable[Offsets]) -> Offsets:

@@ -37,9 +37,11 @@ def check_region(side: str, rank: int, share: KVShare, page_size: int, region: R
         raise TransferError(
             f"a {side} rank that holds something has memory", rank=rank, address=region.address
         )
+    page = region.first + page_size * region.token_bytes
     sizes = (
         ("token_bytes", region.token_bytes, "one byte", 1),
-        ("head_stride", region.head_stride, "a page of tokens", page_size * region.token_bytes),
+        ("first", region.first, "nothing", 0),
+        ("head_stride", region.head_stride, "a page of tokens", page),
         ("layer_stride", region.layer_stride, "its heads", share.num_heads * region.head_stride),
         ("page_stride", region.page_stride, "its layers", share.num_layers * region.layer_stride),
     )

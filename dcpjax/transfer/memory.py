@@ -14,9 +14,10 @@ class RankMemory:
     """The registered pages of one rank; all strides and sizes in bytes.
 
     The value of (page, layer, head, offset) starts at ``address + page * page_stride + layer *
-    layer_stride + head * head_stride + offset * token_bytes`` with layer and head counted from the
-    first that the rank holds. A page of this project's pools has no gaps: ``page_stride`` is layers
-    * ``layer_stride``, which is heads * ``head_stride``, which is page size * ``token_bytes``.
+    layer_stride + head * head_stride + first + offset * token_bytes`` with layer and head counted
+    from the first that the rank holds. A page of this project's pools has no gaps: ``page_stride``
+    is layers * ``layer_stride``, which is heads * ``head_stride``, which is page size *
+    ``token_bytes``.
 
     Attributes:
         address: of page 0; 0 for a rank that holds nothing.
@@ -24,6 +25,8 @@ class RankMemory:
             not one of them.
         device_id: index of the device in its process, as the transfer library counts.
         agent: index of the agent that has registered it, one for each process of its engine.
+        first: where the tokens begin in the page of one layer and head: 0, but for a field of them
+            that has others before it.
     """
 
     address: int
@@ -34,6 +37,7 @@ class RankMemory:
     token_bytes: int
     device_id: int = 0
     agent: int = 0
+    first: int = 0
 
     @classmethod
     def dense(
@@ -60,9 +64,7 @@ class RankMemory:
     def of_field(self, first: int, num_bytes: int, page_size: int) -> "RankMemory":
         """One field of all tokens, where a page has them together, behind ``first`` bytes of each
         token in the fields before."""
-        if not self.num_bytes:
-            return self
-        return replace(self, address=self.address + page_size * first, token_bytes=num_bytes)
+        return replace(self, first=page_size * first, token_bytes=num_bytes)
 
 
 @dataclass(frozen=True)

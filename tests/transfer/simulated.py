@@ -60,6 +60,7 @@ class SimulatedEngine:
             + np.asarray(self.memory.page_ids)[page] * region.page_stride
             + (layer - layer[0]) * region.layer_stride
             + (head - head.min()) * region.head_stride
+            + region.first
             + offset * region.token_bytes
         )
         kept = token >= tokens.start
