@@ -227,8 +227,8 @@ def check_many_at_once(pair: Pair) -> None:
     pair.drain()
 
 
-def check_chunks(pair: Pair) -> None:
-    """They move while later ones are computed, each once."""
+def check_chunks(pair: Pair, *, are_whole_pages: bool = False) -> None:
+    """They move while later ones are computed, each once, but for the rest of whole pages."""
     for side in (pair.source, pair.target):
         side.engine.reset_prefix_cache()
     pair.moved.clear()
@@ -247,7 +247,8 @@ def check_chunks(pair: Pair) -> None:
         for moved in pair.moved
         for part, plan in moved.plans.items()
     ]
-    assert sum(tables) == sum(least_bytes(pair.target, range(64)).values())
+    more = sum(tables) - sum(least_bytes(pair.target, range(64)).values())
+    assert more >= 0 if are_whole_pages else more == 0
     until(lambda: not pair.source.engine.num_offers, pair.source, pair.target)
     pair.drain()
 
@@ -300,9 +301,7 @@ def test_values_with_scales_move_as_they_are_stored(source, target, connector, e
     pair = engines.pair("wide", source, target, connector)
     check_tokens(pair)
     check_many_at_once(pair)
-    if (source, target) == ("sharded 4", "dcp 2"):
-        check_bytes(pair, are_whole_pages=False)
-        check_chunks(pair)
+    check_chunks(pair, are_whole_pages=True)
 
 
 @pytest.mark.matrix
