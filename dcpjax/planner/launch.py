@@ -6,16 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcpjax.cache.widths import FP8_DS_MLA
 from dcpjax.config import EngineConfig
 from dcpjax.errors import UnsupportedCombination
-from dcpjax.planner.cache_parts import INDEXER
 from dcpjax.planner.candidates import Candidate
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.evaluate import CHUNK, Setting
-from dcpjax.planner.memory import deployment_parts
-from dcpjax.planner.models import ModelShape
-from dcpjax.transfer.parts import cuts_pages
 
 ROUTER_PORT, FIRST_PORT, FIRST_SIDE_PORT = 8000, 8100, 5600
 """Engine n of a cluster listens on ``FIRST_PORT + n``, its side channel on ``FIRST_SIDE_PORT + n``.
@@ -62,7 +57,7 @@ def launch(setting: Setting, candidate: Candidate, argument: str) -> Launch:
     Raises:
         ConfigError: this version does not serve the cluster, and why.
     """
-    _check_served(setting.model, candidate)
+    _check_served(candidate)
     engines = _engines(candidate)
     commands = [
         serve_command(argument, _checked_settings(setting, engine, argument), engine.port)
@@ -73,7 +68,7 @@ def launch(setting: Setting, candidate: Candidate, argument: str) -> Launch:
     return Launch(tuple(commands), _notes(setting, candidate))
 
 
-def _check_served(model: ModelShape, candidate: Candidate) -> None:
+def _check_served(candidate: Candidate) -> None:
     for deployment in (candidate.prefill, candidate.decode):
         if deployment is not None and deployment.dp > 1:
             raise UnsupportedCombination(
@@ -87,27 +82,6 @@ def _check_served(model: ModelShape, candidate: Candidate) -> None:
             num_prefill=candidate.num_prefill,
             num_decode=candidate.num_decode,
         )
-    if candidate.prefill is not None:
-        _check_whole_pages(model, candidate.prefill, candidate.decode)
-
-
-def _check_whole_pages(model: ModelShape, source: Deployment, target: Deployment) -> None:
-    """Refuse a hand-over that cuts pages of scaled indexer keys, which move as a whole."""
-    if source.stored_dtype(model) != FP8_DS_MLA:
-        return
-    for part in deployment_parts(model, source):
-        if part.name.endswith(INDEXER) and cuts_pages(
-            source.part_placement(part, model), target.part_placement(part, model)
-        ):
-            raise UnsupportedCombination(
-                f"indexer keys in {FP8_DS_MLA} move as whole pages, so the engines of both sides "
-                "spread them over equally many ranks (DCP)",
-                part=part.name,
-                prefill=source.label(),
-                prefill_dcp=source.dcp,
-                decode=target.label(),
-                decode_dcp=target.dcp,
-            )
 
 
 def _engines(candidate: Candidate) -> list[_Engine]:

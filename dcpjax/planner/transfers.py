@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dcpjax.cache.widths import PartWidth
+from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
 from dcpjax.errors import UnsupportedCombination
 from dcpjax.layout import KVPlacement
+from dcpjax.planner.cache_parts import INDEXER
 from dcpjax.planner.deployment import Deployment
 from dcpjax.planner.hardware import Device, constant
 from dcpjax.planner.memory import deployment_parts
 from dcpjax.planner.models import ModelShape
 from dcpjax.transfer import bind, plan_transfer
 from dcpjax.transfer.memory import RankMemory, SequenceMemory
+from dcpjax.transfer.parts import by_field
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,10 +109,23 @@ def _part_cost(
     counts: list[int] = []
     for step in (1, 2):  # page ids 0, 1, 2, … and 0, 2, 4, …
         memories = [_memory(placement, part, num_tokens, step) for placement in placements]
-        bound = bind(plan, *memories)
-        counts.append(sum(len(bound.addresses(path)[0]) for path in bound.paths))
+        fields = by_field(_field_bytes(model, source, part), *memories)
+        bounds = [bind(plan, *field) for field in fields]
+        counts.append(
+            sum(len(bound.addresses(path)[0]) for bound in bounds for path in bound.paths)
+        )
     bytes_by_path = plan.bytes_by_path(part.bytes_per_token)
     return TransferCost(bytes_by_path, plan.num_runs, counts[0], counts[1])
+
+
+def _field_bytes(model: ModelShape, engine: Deployment, part: PartWidth) -> tuple[int, ...]:
+    """As the engine stores them: the scales of a page of indexer keys lie behind its values."""
+    if model.indexer is None or not part.name.endswith(INDEXER):
+        return ()
+    if engine.stored_dtype(model) != FP8_DS_MLA:
+        return ()
+    values = model.indexer.head_dim
+    return values, part.bytes_per_token - values
 
 
 def _memory(placement: KVPlacement, part: PartWidth, num_tokens: int, step: int) -> SequenceMemory:

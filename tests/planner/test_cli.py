@@ -35,8 +35,7 @@ def test_a_plan_explains_itself_and_ends_with_commands_that_work():
     assert commands
     for command in commands:
         parse(command)
-    assert "The winner is not served by this version: indexer keys in fp8_ds_mla" in text
-    assert "prefill_dcp=8" in text and "The best that is: 1 × PCP" in text
+    assert "is not served" not in text and "The best that is" not in text
 
 
 def test_a_model_that_is_only_known_by_its_shape_has_a_placeholder():
