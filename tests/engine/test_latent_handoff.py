@@ -192,10 +192,11 @@ def test_every_rank_gets_its_rows_of_every_part(source, target, length, nodes, m
 )
 def test_what_has_moved_is_shown_by_part(target, copies, nodes):
     """Every rank that keeps a part whole gets a copy; what the target lacks does not move."""
-    decode = nodes[target]
+    prefill, decode = nodes["sharded"], nodes[target]
     decode.engine.reset_prefix_cache()
-    hand_over(nodes["sharded"], decode, PROMPTS[41], max_tokens=1)
-    last = decode.engine.stats()["kv_transfer"]["last_transfer"]
+    hand_over(prefill, decode, PROMPTS[41], max_tokens=1)
+    moved = (side.engine.stats()["kv_transfer"]["last_transfer"] for side in (decode, prefill))
+    last = next(one for one in moved if one)  # the side that reads, or the one that writes
     latent, key, layers = 18 * 4, 8 * 4, 2
     token_bytes = {
         LATENT: layers * latent,
