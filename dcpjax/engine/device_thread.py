@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 EXIT_STUCK = 1
-"""Of a process whose devices or whose JAX still wait for another process when it leaves."""
+"""Of a process whose devices still wait for another process when it leaves."""
 
 _log = logging.getLogger(__name__)
 
@@ -23,13 +23,13 @@ class DeviceThread:
 
     A collective that another process never joins does not return. A process that leaves meanwhile
     leaves at once, with EXIT_STUCK: to free the devices, as JAX does at the exit, would wait for
-    it. So does one whose call to :meth:`abandon` says that JAX would wait for others.
+    it. So does one that was abandoned, as JAX would wait for others.
     """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._last: Future[Any] | None = None
-        self._is_abandoned = False
+        self._exit_code: int | None = None
         self._thread = threading.Thread(target=self._run, name="dcpjax-devices", daemon=True)
         self._thread.start()
         atexit.register(self._leave)
@@ -41,9 +41,9 @@ class DeviceThread:
         self._calls.put((function, future))
         return future
 
-    def abandon(self) -> None:
-        """Somebody has said why this process is about to leave; it leaves without JAX's own end."""
-        self._is_abandoned = True
+    def abandon(self, exit_code: int) -> None:
+        """Somebody says why this process is about to leave; it leaves without JAX's own end."""
+        self._exit_code = exit_code
 
     def _run(self) -> None:
         while True:
@@ -54,11 +54,12 @@ class DeviceThread:
                 future.set_exception(error)
 
     def _leave(self) -> None:
-        is_stuck = self._last is not None and not self._last.done()
-        if not is_stuck and not self._is_abandoned:
-            return
-        if not self._is_abandoned:
+        exit_code = self._exit_code
+        if exit_code is None:
+            if self._last is None or self._last.done():
+                return
             _log.error("the devices still wait for another process: leaving without them")
+            exit_code = EXIT_STUCK
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(EXIT_STUCK)
+        os._exit(exit_code)

@@ -13,7 +13,7 @@ import numpy as np
 
 from dcpjax.config import DistributedConfig, EngineConfig, Progress
 from dcpjax.engine.consensus import Consensus, Statement
-from dcpjax.engine.device_thread import DeviceThread
+from dcpjax.engine.device_thread import EXIT_STUCK, DeviceThread
 from dcpjax.engine.jax_service import JaxService
 from dcpjax.engine.joining import facts_of, join
 from dcpjax.engine.link import Link
@@ -26,6 +26,8 @@ Result = TypeVar("Result")
 
 STEP_SECONDS = 60.0
 """For so long a process waits for the others once it has ended a step itself."""
+EXIT_REFUSED = 2
+"""Of a process that settings or files keep from starting, as where it is alone."""
 _GRACE_SECONDS = 2.0
 """A collective breaks when another process dies, and a little later the link says which."""
 _GLANCE_SECONDS = 0.05  # between two looks at the link while the devices work
@@ -249,7 +251,8 @@ class SeveralProcesses:
     def fail(self, error: BaseException) -> None:
         """See :class:`Processes`; those that came out of :meth:`run` are known already."""
         if self._service.is_entered:
-            self._thread.abandon()
+            is_dead = isinstance(error, EngineDeadError) or not isinstance(error, DcpjaxError)
+            self._thread.abandon(EXIT_STUCK if is_dead else EXIT_REFUSED)
         self._link.fail(f"{type(error).__name__}: {error}")
         self._link.close()
 
