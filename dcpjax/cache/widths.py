@@ -74,9 +74,14 @@ def latent_token_bytes(latent_dim: int, rope_dim: int, dtype: str) -> int:
 
 def index_token_bytes(index_dim: int, dtype: str) -> int:
     """The indexer key of one token; 132 for GLM and DeepSeek in ``fp8_ds_mla``."""
-    if dtype == FP8_DS_MLA:
-        return index_dim + _scale_bytes(index_dim)
-    return index_dim * value_bytes(dtype)
+    fields = index_field_bytes(index_dim, dtype)
+    return sum(fields) if fields else index_dim * value_bytes(dtype)
+
+
+def index_field_bytes(index_dim: int, dtype: str) -> tuple[int, ...]:
+    """Values and scales, where a page of indexer keys has the scales of all its tokens at its end;
+    empty where the bytes of a token lie together."""
+    return (index_dim, _scale_bytes(index_dim)) if dtype == FP8_DS_MLA else ()
 
 
 def _scale_bytes(dim: int) -> int:

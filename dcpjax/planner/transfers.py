@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dcpjax.cache.widths import FP8_DS_MLA, PartWidth
+from dcpjax.cache.widths import PartWidth, index_field_bytes
 from dcpjax.errors import UnsupportedCombination
 from dcpjax.layout import KVPlacement
 from dcpjax.planner.cache_parts import INDEXER
@@ -119,13 +119,10 @@ def _part_cost(
 
 
 def _field_bytes(model: ModelShape, engine: Deployment, part: PartWidth) -> tuple[int, ...]:
-    """As the engine stores them: the scales of a page of indexer keys lie behind its values."""
+    """As the engine stores them."""
     if model.indexer is None or not part.name.endswith(INDEXER):
         return ()
-    if engine.stored_dtype(model) != FP8_DS_MLA:
-        return ()
-    values = model.indexer.head_dim
-    return values, part.bytes_per_token - values
+    return index_field_bytes(model.indexer.head_dim, engine.stored_dtype(model))
 
 
 def _memory(placement: KVPlacement, part: PartWidth, num_tokens: int, step: int) -> SequenceMemory:

@@ -70,6 +70,16 @@ def test_equal_layouts_merge_into_one_piece_per_path_and_part():
     assert same.seconds(H200, scattered=True) > same.seconds(H200)
 
 
+def test_values_and_scales_of_a_page_that_is_cut_are_a_piece_each():
+    """Of the draft layer's keys alone: pages of the sharded ones have the same tokens."""
+    pieces = {}
+    for dtype in ("fp8", "fp8_ds_mla"):
+        sides = [Deployment(tp=8, dcp=n, draft_tokens=3, cache_dtype=dtype) for n in (8, 4)]
+        pieces[dtype] = transfer_cost(GLM, *sides, K32).scattered_descriptors
+    page = 4 * 64
+    assert pieces["fp8_ds_mla"] - pieces["fp8"] == 8 * K32 // page
+
+
 def test_heads_of_tensor_parallel_engines_are_split():
     model = find_model("llama-3.1-70b")
     cost = transfer_cost(model, Deployment(tp=4), Deployment(tp=8), 4096)
