@@ -200,6 +200,7 @@ small = {
     "max_num_batched_tokens": 64,
     "num_pages": 40,
     "block_size": 16,
+    "attention_config": {"sparse_mla_force_mqa": True},  # prompts have one program, not two
 }
 eight = {"tensor_parallel_size": 2, "prefill_context_parallel_size": 4}
 ENGINES = {

@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = ROOT / "tests" / "assets" / "stand_in_server.py"
 LAUNCHER = """
-import sys
+import signal, sys
 import demo
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 stand_in, pid_file, behaviour = sys.argv[1:4]
 server = [sys.executable, stand_in, pid_file, behaviour]
 demo.commands = lambda options, ports: {

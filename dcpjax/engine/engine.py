@@ -364,6 +364,7 @@ class Engine:
             "mesh": {
                 axis: ranks for axis, ranks in self._mesh.shape.items() if axis != PCP or ranks > 1
             },
+            "decode_context_parallel_size": self.config.decode_context_parallel_size,
             "pcp": None if self._prompt_split is None else self._prompt_split.stats(),
             "num_processes": self.config.nnodes,
             "cp_kv_cache_interleave_size": self.config.interleave,

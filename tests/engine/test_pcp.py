@@ -124,6 +124,7 @@ def test_prompts_of_every_length_also_from_the_prefix_cache(split, plain):
 def test_the_work_is_even_and_the_pools_are_shares(split):
     config, stats = split.config, split.stats()
     ranks = config.prefill_context_parallel_size
+    assert stats["decode_context_parallel_size"] == config.decode_context_parallel_size
     assert stats["pcp"]["ranks"] == ranks and stats["pcp"]["prefill_kv"] == config.residency
     assert 1 <= stats["pcp"]["balance"] < 2  # of prompts that are short for so many ranks
     for part in split.blueprint.parts:
