@@ -4,14 +4,16 @@
 
 For each residency, every program of the engine is lowered for a mesh of 8 × 8 ranks, and the
 transfer of a whole prompt to a decode engine is planned and bound. With ``--compile`` the largest
-prompt step is compiled for that many virtual CPU devices, and what a rank's memory holds is read
-from the compiler (minutes each). XLA:CPU computes in float32: what it says of temporary memory
-includes weights that it has widened, so the copies of layers are reported by themselves.
+prompt step is compiled for that many virtual CPU devices, to plain machine code, and what a rank's
+memory holds is read from the compiler (minutes each). XLA:CPU computes in
+float32: what it says of temporary memory includes weights that it has widened, so the copies of
+layers are reported by themselves.
 The last line of stdout is JSON.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ from dcpjax.engine.kv_parts import rank_memory
 from dcpjax.mesh import find_devices, pcp_mesh
 from dcpjax.models.checkpoint import Checkpoint, open_checkpoint
 from dcpjax.transfer import SequenceMemory, bind, plan_transfer
+from scripts.plain_code import plain_code
 from scripts.prefill.outline import Outline, abstract_mesh
 from scripts.prefill.steps import RESIDENCIES, pcp_settings
 
@@ -185,6 +188,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.compile:  # before JAX makes devices for anything else
+        os.environ["XLA_FLAGS"] = " ".join([*plain_code(), os.environ.get("XLA_FLAGS", "")])
         find_devices(options.tp * options.pcp, "cpu")
     rows = []
     for residency in options.residencies:

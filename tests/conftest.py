@@ -4,26 +4,14 @@ Subprocesses that a test starts inherit the two environment variables and nothin
 """
 
 import os
-from importlib.metadata import version
 from pathlib import Path
+
+from scripts.plain_code import plain_code
 
 NUM_DEVICES = 9
 DEVICE_FLAG = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
 IS_PLAIN = os.environ.get("DCPJAX_TEST_CODE", "plain") == "plain"
 """Else programs of tests are compiled as those of servers are (``scripts/test --all``)."""
-
-
-def plain_code() -> list[str]:
-    """Flags by which XLA makes plain machine code in a third of the time.
-
-    Most programs of tests run a few times only. The passes that place collectives and copies are
-    the same; some operations are in other fusions.
-    """
-    flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-    release = tuple(map(int, version("jaxlib").split(".")[:2]))
-    if release < (0, 11):  # a flag that a release does not know ends the process
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-    return flags
 
 
 # The last of two equal XLA flags counts, so this wins over a count in the caller's environment.

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 import dcpjax
 from dcpjax.attention.reference import attention_reference
-from tests.conftest import plain_code
+from scripts.plain_code import plain_code
 
 PACKAGE = Path(dcpjax.__file__).parent
 

@@ -11,7 +11,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from tests.conftest import IS_PLAIN, plain_code
+from scripts.plain_code import plain_code
+from tests.conftest import IS_PLAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = sorted((ROOT / "notebooks").glob("*.py"))
