@@ -222,8 +222,8 @@ def _measure_bandwidth() -> dict[str, Any]:
 
 def transformers_worker(settings: dict[str, Any]) -> None:
     """The same weights in float32 in transformers: one stream, eager, all cores."""
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     from dcpjax.models.checkpoint import open_checkpoint
 
