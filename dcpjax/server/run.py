@@ -8,14 +8,17 @@ fails, every stream says so and the server ends.
 
 import asyncio
 import contextlib
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import HANDLED_SIGNALS
 
 from dcpjax.errors import ConfigError
 from dcpjax.llm.interfaces import TokenEngine
@@ -211,6 +214,15 @@ class GracefulServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready(self)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As long as the server runs. Forced to leave, the process ignores further ones."""
+        with super().capture_signals():
+            yield
+        if self.force_exit and threading.current_thread() is threading.main_thread():
+            for number in HANDLED_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal arrived. May be called from any thread."""
