@@ -25,11 +25,11 @@ import dcpjax
 from dcpjax import llm
 from dcpjax.cli import main
 from dcpjax.cli import progress as progress_module
-from dcpjax.cli.commands import EXIT_FORCED
 from dcpjax.cli.progress import LoadingProgress
 from dcpjax.config import EngineConfig
 from dcpjax.errors import AuditError, CheckpointError
 from dcpjax.llm import offline
+from dcpjax.server.run import EXIT_FORCED
 from tests.fakes import CountUpEngine, byte_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,9 +21,6 @@ from dcpjax.cli.options import (
 from dcpjax.cli.progress import LoadingProgress
 from dcpjax.config import EngineConfig
 
-EXIT_FORCED = 1
-"""Of a server that was told to leave in the middle of a step."""
-
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(dcpjax.__version__, prog_name="dcpjax")
@@ -140,7 +137,7 @@ def serve_command(
             )
         )
     if not is_closed:  # an ordinary exit would wait for the engine's thread
-        os._exit(EXIT_FORCED)
+        os._exit(run.EXIT_FORCED)
 
 
 @main.command("router", cls=SectionCommand)

@@ -8,6 +8,7 @@ fails, every stream says so and the server ends.
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -31,6 +32,8 @@ from dcpjax.text.tokenizer import Tokenizer
 _FLUSH_SECONDS = 5  # for answers that are complete and not yet read by their clients
 _ABORT_SECONDS = 30  # for the step that is running when everything is aborted
 KEEP_ALIVE_SECONDS = 30
+EXIT_FORCED = 1
+"""Of a process that was told to leave in the middle of a step."""
 
 
 @dataclass(frozen=True)
@@ -217,12 +220,13 @@ class GracefulServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As long as the server runs. Forced to leave, the process ignores further ones."""
+        """As long as the server runs. One more that comes while a forced server leaves ends the
+        process at once, with the same exit code."""
         with super().capture_signals():
             yield
         if self.force_exit and threading.current_thread() is threading.main_thread():
             for number in HANDLED_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, lambda *_: os._exit(EXIT_FORCED))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal arrived. May be called from any thread."""

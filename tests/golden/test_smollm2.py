@@ -22,7 +22,7 @@ TOLERANCE = 2e-3
 matrix = pytest.mark.matrix
 LONG = "long"  # the prompt of 6K tokens
 SHORT = [item.name for item in read_continuations("smollm2") if item.name != LONG]
-SOME = SHORT[::9]  # in the ordinary run, two at a time: each number of rows is a program to compile
+SOME = SHORT[::3]  # in the ordinary run
 OPTIONS = {
     "mesh": ((1, 1), (3, 1), (1, 3), (3, 3)),
     "interleave": (1, 4, "page"),
@@ -56,12 +56,12 @@ def smollm2() -> Checkpoint:
 
 
 def check_tokens(
-    checkpoint: Checkpoint, layout: Layout, names: Collection[str], rows: int = 8, **settings: Any
+    checkpoint: Checkpoint, layout: Layout, names: Collection[str], **settings: Any
 ) -> dict[str, Any]:
-    """All chosen prompts, ``rows`` at a time; what the engine has counted."""
+    """All chosen prompts together, eight at a time; what the engine has counted."""
     chosen = [item for item in read_continuations("smollm2") if item.name in names]
     longest = max(len(item.prompt) for item in chosen) + NUM_TOKENS
-    virtual_page, rows = layout.page_size * layout.dcp, min(rows, len(chosen))
+    virtual_page, rows = layout.page_size * layout.dcp, min(8, len(chosen))
     engine = engine_of(
         checkpoint,
         **layout.settings,
@@ -93,14 +93,14 @@ def test_the_prompts_are_what_they_should_be():
 
 @pytest.mark.parametrize("layout", [pytest.param(QUICK[0], marks=matrix), QUICK[1]], ids=str)
 def test_tokens(layout, smollm2):
-    check_tokens(smollm2, layout, SOME, rows=2)
+    check_tokens(smollm2, layout, SOME)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(Layout(1, 1), marks=matrix), QUICK[1]], ids=str)
 def test_tokens_with_speculation(layout, smollm2):
     """Drafts from n-grams change how many steps it takes, and nothing else."""
     config = {"method": "ngram", "num_speculative_tokens": 3}
-    stats = check_tokens(smollm2, layout, SOME, rows=2, speculative_config=config)
+    stats = check_tokens(smollm2, layout, SOME, speculative_config=config)
     assert stats["speculation"]["num_accepted_tokens"] > 20
     assert stats["acceptance_length"] > 1.3
 

@@ -155,12 +155,12 @@ def test_smollm2_from_the_bytes_says_what_transformers_says(smollm2, gather):
         prefill_gather=gather,
         step_form="static",
         max_model_len=1024,
-        max_num_seqs=2,
+        max_num_seqs=4,
         max_num_batched_tokens=96,
     )
     engine = HloEngine(config, smollm2)
     recorded = sorted(read_continuations("smollm2"), key=lambda item: len(item.prompt))
-    chosen = [item for item in recorded if len(item.prompt) + len(item.tokens) <= 1024][-2:]
+    chosen = [item for item in recorded if len(item.prompt) + len(item.tokens) <= 1024][-4:]
     found = served(engine, [list(item.prompt) for item in chosen], len(chosen[0].tokens))
     engine.close()
     assert found == [list(item.tokens) for item in chosen]
