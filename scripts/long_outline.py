@@ -5,9 +5,9 @@
 For each residency, every program of the engine is lowered for a mesh of 8 × 8 ranks, and the
 transfer of a whole prompt to a decode engine is planned and bound. With ``--compile`` the largest
 prompt step is compiled for that many virtual CPU devices, to plain machine code, and what a rank's
-memory holds is read from the compiler (minutes each). XLA:CPU computes in
-float32: what it says of temporary memory includes weights that it has widened, so the copies of
-layers are reported by themselves.
+memory holds is read from the compiler (minutes each). XLA:CPU computes in float32: what it says of
+temporary memory includes weights that it has widened, so the copies of layers are reported by
+themselves.
 The last line of stdout is JSON.
 """
 

@@ -13,7 +13,6 @@ DEVICE_FLAG = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
 IS_PLAIN = os.environ.get("DCPJAX_TEST_CODE", "plain") == "plain"
 """Else programs of tests are compiled as those of servers are (``scripts/test --all``)."""
 
-
 # The last of two equal XLA flags counts, so this wins over a count in the caller's environment.
 inherited = f"{os.environ.get('XLA_FLAGS', '')} {DEVICE_FLAG}".strip()
 os.environ["XLA_FLAGS"] = " ".join([*(plain_code() if IS_PLAIN else ()), inherited])

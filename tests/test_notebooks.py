@@ -16,7 +16,7 @@ from tests.conftest import IS_PLAIN
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = sorted((ROOT / "notebooks").glob("*.py"))
-SECONDS_PER_CELL = 300  # a busy machine is not a false claim
+SECONDS_PER_CELL = 120
 
 
 def reader_environment() -> dict[str, str]:
